@@ -42,11 +42,11 @@ rows is split into ranks x micro-batch x accumulation, in all possible ways with
 and is read for {EPOCHS} epochs, so every third [window](glossary.md) has only {ROWS % GLOBAL_BATCH} rows.
 Each row has 0 to {TOKENS} labels, and some micro-batches have none.
 
-Every line is compared with the same reference: a loop written by hand in float64, which computes each global batch at
-once in one process.
-"Loss" is the largest relative difference of an update's loss. "Weights" is the distance between the final weights,
-relative to the distance between the reference's initial and final weights. Training is in float32, whose rounding error
-is about 1e-7. If a figure is above {TOLERANCE:g}, the command fails.
+Every row of the table below is a run that is compared with the same reference: a loop written by hand in float64, which
+computes each global batch at once in one process. "Loss" is the largest relative difference of an update's loss.
+"Weights" is the distance between the final weights, relative to the distance between the reference's initial and final
+weights. Training is in float32, whose rounding error is about 1e-7. If a figure is above {TOLERANCE:g}, the command
+fails.
 
 "Tagger" has two layers and trains with AdamW, clipping of the gradient's norm and a linear schedule. "GPT-2" is
 transformers' model with its own loss, and trains with SGD with momentum. Its `training_step` returns only this loss,

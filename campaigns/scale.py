@@ -41,7 +41,7 @@ PHASES = {
     "start": "a run starts",
     "agree": "an agreement of the ranks (stop, save, evaluate)",
     "log": "a log boundary",
-    "log over rank 0": "a log boundary, as among more than 64 ranks",
+    "log over rank 0": "a log boundary, with the method for more than 64 ranks",
     "save": "a checkpoint",
     "resume": "a run resumes",
 }
@@ -289,7 +289,7 @@ def far(phase: str, what: str, points: Sequence[tuple[int, int]], ranks: int) ->
 
 def tables(every: dict[int, list[dict[str, Any]]]) -> Iterator[str]:
     ranks = sorted(every)
-    for place, title in ((0, "Rank 0"), (1, "Every other rank")):
+    for place, title in ((0, "Rank 0"), (1, "Each rank except rank 0")):
         yield f"\n## {title}\n"
         columns = [*(f"{n:,} measured" for n in ranks), *(f"{n:,}" for n in FAR if n not in ranks)]
         yield f"| when | what | {' | '.join(columns)} |"

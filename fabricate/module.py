@@ -541,7 +541,7 @@ def check_methods(module: object) -> None:
     """Raise `ConfigurationError` for an object that is not a module, and for misspelt methods, which would silently never be called."""
     if isinstance(getattr(module, "_orig_mod", None), TrainModule):
         raise ConfigurationError(
-            "module was compiled with torch.compile; pass the module itself, and Trainer(compile=True)"
+            "module was compiled with torch.compile; pass the module as it was before, and set Trainer(compile=True)"
         )
     if not isinstance(module, TrainModule):
         raise _no_module(module)

@@ -65,7 +65,7 @@ def reasons(part: Any, answered: Any) -> Iterable[str]:
     reasons."""
     if isinstance(answered, str) or not isinstance(answered, Iterable):
         raise PluginError(
-            f"{type(part).__name__}: a check returned {type(answered).__name__}; yield each reason, or return a list of them"
+            f"{type(part).__name__}: a check returned {type(answered).__name__}; it has to yield or to list the reasons against the run"
         )
     return answered
 

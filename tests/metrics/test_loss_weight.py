@@ -391,7 +391,7 @@ def test_a_loss_of_several_terms_weighs_rows_and_says_so_once(capsys: pytest.Cap
     fit(module, validate_every="1 step")
     assert module.weights == [2, 2, 2, 2]
     output = capsys.readouterr().err
-    assert output.count("not a plain cross-entropy (it comes from Add), so its weight is the rows") == 1
+    assert output.count("not a plain cross-entropy (it comes from Add), so this loss is weighted by") == 1
     assert output.count("validation_step does not return a plain cross-entropy") == 1
 
 

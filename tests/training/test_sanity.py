@@ -290,7 +290,7 @@ def test_a_list_of_loaders_is_refused_with_what_to_do() -> None:
 def test_a_compiled_module_is_refused_with_what_to_do() -> None:
     with environment_restored():
         compiled: Any = torch.compile(Regression(), backend="eager")
-    with pytest.raises(ConfigurationError, match=r"pass the module itself, and Trainer\(compile=True\)"):
+    with pytest.raises(ConfigurationError, match=r"pass the module as it was before, and set Trainer\(compile=True\)"):
         Trainer(max_steps=1).fit(compiled, ROWS, batch_size=2)
 
 

@@ -180,8 +180,9 @@ def _note_rows(run: Run, made: Made) -> None:
     if not why:
         return
     run.journal.note(
-        f"{why} and the loss is not a plain cross-entropy (it comes from {made.operation}), so its weight is the rows of its batch. Where "
-        "rows have unequal numbers of labels, return {'loss': loss, 'weight': what its mean was taken over} from training_step"
+        f"{why} and the loss is not a plain cross-entropy (it comes from {made.operation}), so this loss is weighted by "
+        "the number of rows of its batch. Where rows have unequal numbers of labels, return {'loss': loss, 'weight': the number that "
+        "the mean was taken over} from training_step"
     )
 
 

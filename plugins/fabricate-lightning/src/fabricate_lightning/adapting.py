@@ -36,7 +36,7 @@ def adapt(
     """
     if isinstance(getattr(module, "_orig_mod", None), torch.nn.Module):
         raise ConfigurationError(
-            "adapt: the module was compiled with torch.compile; pass the module itself, and Trainer(compile=True)"
+            "adapt: the module was compiled with torch.compile; pass the module as it was before, and set Trainer(compile=True)"
         )
     if inspect.isclass(module) or not is_a(module, "LightningModule"):
         kind = f"the class {module.__name__}" if inspect.isclass(module) else type(module).__name__
