@@ -180,7 +180,8 @@ class TrainModule(torch.nn.Module, Listener):
 
         A scheduler is a torch object or one of transformers' names ("linear", "cosine", "wsd", ...) with options:
         "cosine:warmup=0.1". A scheduler advances once per update; with `(optimizer, scheduler, "epoch")` once per epoch.
-        `ReduceLROnPlateau` advances after each validation, by `val_loss` or by the metric that the third element names.
+        `ReduceLROnPlateau` advances after each validation, by `val_loss`, or by the metric named third:
+        `(optimizer, scheduler, "metric")`.
         `self.trainer.total_steps` is the number of updates of the fit. An optimizer with `train()` and `eval()` (a schedule-free
         one) is put into eval mode for evaluations, saves, the export and after the fit; do not call these two methods yourself."""
         raise ConfigurationError(
@@ -258,8 +259,8 @@ class TrainModule(torch.nn.Module, Listener):
     @foreign_names.translated(foreign_names.LOG)
     def log(self, name: str, value: Any, *, weight: Any = None, reduce: str = "mean") -> None:
         """Record a metric, in a step or a hook, without waiting for the device. `value`: a number, a bool, a 0-dim tensor, or a
-        torchmetrics object or `MetricCollection` (computed at the end of the epoch or evaluation). A value computed from sharded
-        parameters (a `DTensor`) is completed over the ranks: then all ranks have to log it. `reduce`: "mean" averages over
+        torchmetrics object or `MetricCollection` (computed at the end of the epoch or evaluation). If a value is computed from
+        sharded parameters (a `DTensor`), the parts of all ranks are combined, so all ranks have to log it. `reduce`: "mean" averages over
         micro-batches and ranks, weighted by `weight` (default: the weight of the micro-batch; in hooks outside of updates, 1 per
         rank); "sum" adds up.
 

@@ -80,9 +80,9 @@ class Trainer:
     update; hooks and logs get the norm before clipping.
     nonfinite: "stop": raise an error when a loss is not finite (checked at log boundaries); "skip": skip updates whose gradient is
     not finite (waits for the device once per update).
-    seed: determines initial weights, data order and dropout (different on each rank); after the fit the global generators are
-    restored. Unset, the order comes from torch's initial seed, and a single process uses the global generators in their current
-    state.
+    seed: determines initial weights, data order and dropout; dropout differs from rank to rank. After the fit the global generators
+    are restored. If it is not set, the data order comes from torch's initial seed, and a single process uses the global generators in
+    their current state.
     deterministic: use torch's deterministic algorithms during the fit.
     detect_anomaly: use torch's anomaly detection during the fit: an error in backward shows the forward operation that caused it,
     and a NaN gradient is an error. Slow.
@@ -103,15 +103,17 @@ class Trainer:
     `keep` has to contain "best" and its metric. `load_from_checkpoint(run_dir)` still loads the newest checkpoint: pass
     `FitResult.best_checkpoint` for the best.
     save_frozen: False leaves frozen weights out of checkpoints; a resume then checks by digest that the module has the same ones. Unset:
-    they are saved, unless some are quantised or offloaded by "device_map"; checkpoints never hold quantised weights.
+    all frozen weights are saved, or none of them if some are quantised or offloaded by "device_map". Checkpoints never hold quantised
+    weights.
     save_weights_only: True: checkpoints hold the weights and nothing else, a third of the size with AdamW; nothing resumes from them.
-    validate_first: validate once before the first step. sanity_batches: if validate_first is False, run validation on this many
+    validate_first: validate once before the first step.
+    sanity_batches: if validate_first is False, run validation on this many
     batches of each set before the first step, to find mistakes early; its results are discarded, and plugins get no events of it.
     progress: a progress bar (or plain lines) on rank 0; a list of metrics (["loss", "accuracy"]) chooses what it shows.
     print_plan: what rank 0 prints of the plan before the first step: a "summary" of at most eight lines, "full" or "none". "none"
     also suppresses the line about the dtypes observed in the first update.
-    plugins: `Callback` objects or names of installed plugins; trackers: names known to Accelerate ("tensorboard", ...)
-    or offered by an installed plugin.
+    plugins: `Callback` objects or names of installed plugins.
+    trackers: names known to Accelerate ("tensorboard", ...) or offered by an installed plugin.
     limit_train_batches, limit_val_batches, limit_test_batches, limit_predict_batches: use only this many micro-batches per rank
     (int), or this share of the data (float), in that stage; limit_val_batches=0 turns validation off.
     overfit_batches: train on the same first micro-batches (an int per rank, or a share of the data) in every epoch, unshuffled, and
@@ -321,16 +323,16 @@ class Trainer:
         )
 
     def add_meter(self, meter: Callable[[dict[str, float]], Mapping[str, float]]) -> None:
-        """Call `meter(rates)` at each log boundary of this run, on the rank that adds it. It returns a mapping of names to numbers,
-        which are added to `rates`, "clock" in metrics.jsonl and the trackers (as clock/NAME). Use it for values that depend on time
-        and the machine and that a resumed run therefore does not reproduce; log everything else with `TrainModule.log`. `meter`
+        """Call `meter(rates)` at each log boundary of this run, on the rank that adds it. `meter` returns a mapping of names to numbers.
+        They are added to `rates`, to the "clock" entry of metrics.jsonl, and to the trackers (as clock/NAME). Use it for values that depend
+        on time and the machine and that a resumed run therefore does not reproduce; log everything else with `TrainModule.log`. `meter`
         must not call collectives."""
         self._live().journal.meters.append(meter)
 
     def in_forward(self, function: Callable[[], T]) -> T:
-        """Call `function()` inside the prepared model's forward, as the steps are: in the precision of the run, with the weights
-        gathered by the strategy. Returns its result. For use in hooks of an evaluation, for instance to generate text. All ranks
-        have to call it, unless `strategy.lockstep` is false."""
+        """Call `function()` inside the prepared model's forward, where the steps are called too: in the precision of the run, with the
+        weights gathered by the strategy. Returns its result. For use in hooks of an evaluation, for instance to generate text. All ranks
+        have to call it, unless `strategy.lockstep` is false (the forward then has no collectives)."""
         return self._live().engine.in_forward(function)
 
     def calibrate(self, batches: int | None = None) -> None:

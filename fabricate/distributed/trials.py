@@ -92,7 +92,9 @@ class Trials:
             return False
         if _FAILED in kinds:
             rank = kinds.index(_FAILED)
-            raise FabricateError(f"rank {rank} failed, and not for lack of memory:\n{ended[rank][1]}")
+            raise FabricateError(
+                f"rank {rank} failed for another reason than lack of memory, so the search ends:\n{ended[rank][1]}"
+            )
         return True
 
     def _exchange(self, mine: Any) -> list[Any]:

@@ -67,7 +67,7 @@ def read_optimizers(where: str, configured: Any, total_steps: int | None, *, in_
         optimizer, *rest = _parts(where, label, value)
         _check_optimizer(where, label, optimizer)
         if any(optimizer is other for other in result.optimizers.values()):
-            raise ConfigurationError(f"{where}: optimizer {label!r} is listed twice; give each name its own")
+            raise ConfigurationError(f"{where}: optimizer {label!r} is listed twice; create one for each name")
         result.optimizers[label] = optimizer
         if rest and rest[0] is not None:
             own = f"{where}: the scheduler of {label!r}"

@@ -130,8 +130,8 @@ def division(module: torch.nn.Module, ways: int) -> Division:
             elif reason := _uneven(layer, style, ways):
                 if not (style.whole_input and style.whole_output):
                     raise ConfigurationError(
-                        f"fsdp: tp={ways}: {prefix}{name} (style {rule!r}) cannot be divided {reason}; choose tp= a divisor, or another "
-                        "size in the model's configuration"
+                        f"fsdp: tp={ways}: {prefix}{name} (style {rule!r}) cannot be divided {reason}; set tp to a divisor, or choose "
+                        "another size in the model's configuration"
                     )
                 whole[f"{prefix}{name}"] = reason
     _leave_tied(module, layers, whole, ways)

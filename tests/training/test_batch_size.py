@@ -99,7 +99,7 @@ def test_a_search_finds_what_fits_and_leaves_no_trace(tmp_path: Path) -> None:
     assert report["again"] == {}, "a run that resumes takes the size from the plan"
     assert report["killed"] == {2: True, 4: True, 8: False}
     fault, of_loader, late = report["errors"]
-    assert fault.startswith("rank 0 failed, and not for lack of memory:")
+    assert fault.startswith("rank 0 failed for another reason than lack of memory, so the search ends:")
     assert "RuntimeError: a fault of the module" in fault
     assert (
         "train is a DataLoader, which has this setting itself. Set it there, or pass the data set of the loader instead"

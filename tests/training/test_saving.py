@@ -128,7 +128,7 @@ def test_a_torn_checkpoint_is_set_aside_and_the_one_before_is_used(
     (rejected,) = [event for event in events(tmp_path / "torn") if event["event"] == "rejected"]
     assert rejected["path"] == "step-00000008"
     assert victim.name in rejected["reason"]
-    assert "set aside as .bad-step-00000008" in capsys.readouterr().err
+    assert "this checkpoint is renamed to .bad-step-00000008" in capsys.readouterr().err
     assert (tmp_path / "torn" / "checkpoints" / ".bad-step-00000008").is_dir()
     assert [e["path"] for e in events(tmp_path / "torn") if e["event"] == "resumed"] == ["step-00000004"]
     assert_same_run(tmp_path / "straight", tmp_path / "torn")

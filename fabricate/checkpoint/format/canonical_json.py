@@ -50,7 +50,7 @@ def loads(data: bytes) -> JsonValue:
     """
     if len(data) > MAXIMUM_BYTES:
         raise CheckpointError(
-            f"this JSON has {len(data)} bytes, but a checkpoint's has at most {MAXIMUM_BYTES}: the file is damaged, or from something else"
+            f"this file has {len(data)} bytes of JSON, but a checkpoint's has at most {MAXIMUM_BYTES}: damaged, or not of a checkpoint"
         )
     try:
         tree = json.loads(

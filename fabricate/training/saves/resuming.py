@@ -142,7 +142,7 @@ def _fault(path: Path, rank: int, world_size: int) -> list[Any] | None:
 def _set_aside(run: Run, path: Path, fault: str, warn: Callable[[str], None]) -> None:
     aside = format.set_aside(path, fault)
     run.journal.event("rejected", path=path.name, reason=fault, moved_to=aside.name)
-    warn(f"{fault}\n  set aside as {aside.name}; trying the one before")
+    warn(f"{fault}\n  this checkpoint is renamed to {aside.name}; trying the one before it")
 
 
 def _begin(run: Run, started: bool) -> None:
