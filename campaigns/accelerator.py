@@ -443,11 +443,12 @@ def clip_grad_value_(context: Context) -> None:
 @check("on_before_step")
 @check("on_step")
 def unscale_gradients(context: Context) -> None:
-    before = [p.grad.clone() for p in context.module.parameters() if p.grad is not None]
+    part_of, parameters = context.trainer.strategy.local_part, list(context.module.parameters())
+    before = [part_of(p.grad).memory.clone() for p in parameters if p.grad is not None]
     context.accelerator.unscale_gradients(context.optimizer)
-    after = [p.grad for p in context.module.parameters() if p.grad is not None]
+    after = [part_of(p.grad).memory for p in parameters if p.grad is not None]
     assert before
-    assert all(bool((b == a).all()) for b, a in zip(before, after, strict=True))
+    assert all(map(torch.equal, before, after))
 
 
 @check("training_step")

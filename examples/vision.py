@@ -3,8 +3,7 @@
 python examples/vision.py
 fabricate run examples/vision.py --nproc 2 --precision bf16 -- --model timm/resnet18.a1_in1k --dataset uoft-cs/cifar10 --image img
 
-Without --model a small ResNet is made here and saved, then loaded as any other; without --dataset the images are handwritten digits. Names
-that begin with timm/ are passed to timm.create_model, others to transformers.
+Without --model, a small ResNet is made here; without --dataset, the images are handwritten digits. Names with timm/ go to timm.
 """
 
 from __future__ import annotations

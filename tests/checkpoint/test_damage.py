@@ -213,9 +213,9 @@ def forgeries(body: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     place = body["files"][index]["chunks"].index(empty)
     twice = [*body["files"][index]["chunks"][: place + 1], *body["files"][index]["chunks"][place:]]
     yield changed("the number of empty chunks", *data, "chunks", value=twice)
-    yield changed("unknown ['more']", "tensors", "model/a.weight", "more", value=1)
-    yield changed("unknown ['more']", *data, "more", value=1)
-    yield changed("unknown ['more']", "more", value=1)
+    yield changed("unknown fields ['more']", "tensors", "model/a.weight", "more", value=1)
+    yield changed("unknown fields ['more']", *data, "more", value=1)
+    yield changed("unknown fields ['more']", "more", value=1)
     for key in body:
         for value in (None, 3.5, [[]], "\u0000"):
             yield changed("", key, value=value)

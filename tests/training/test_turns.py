@@ -214,7 +214,7 @@ def test_a_turn_that_is_skipped_leaves_the_others() -> None:
         (
             {"optimizer": "generator"},
             {},
-            "returned optimizer='generator' when it was called for 'discriminator'; leave it out",
+            "returned optimizer='generator' when it was called for 'discriminator'. Do not return 'optimizer'",
         ),
         ({}, {"strategy": "zero1"}, "trains with one optimizer, but there are 2"),
     ],

@@ -46,13 +46,15 @@ def _rates(name: str, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     rates: dict[str, Any] = {}
     first = optimizer.param_groups[0]
     for number, group in enumerate(optimizer.param_groups):
-        if "lr" in group and (not number or _initial(group) != _initial(first)):  # some optimizers have none
+        if group.get("lr") is not None and (
+            not number or _initial(group) != _initial(first)
+        ):  # some optimizers have none
             rates[f"{name}_group_{number}" if number else name] = group["lr"]
     return rates
 
 
 def _initial(group: dict[str, Any]) -> Any:
-    rate = group.get("initial_lr", group["lr"])
+    rate = group.get("initial_lr", group.get("lr"))
     return None if isinstance(rate, torch.Tensor) else rate  # comparing tensors would wait for the device
 
 
