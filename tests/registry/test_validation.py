@@ -74,8 +74,8 @@ class DescribesText(Mine):
         (MisspeltFlag, "MisspeltFlag.exposes_gradient is never read; did you mean 'exposes_gradients'?"),
         (OtherArguments, "calls it as backward(loss)"),
         (PreparesNothing, "PreparesNothing.prepare returned NoneType; return the module that the loop runs"),
-        (AnswersText, "AnswersText: a check returned str; yield each reason"),
-        (AnswersNothing, "AnswersNothing: a check returned NoneType; yield each reason"),
+        (AnswersText, "AnswersText: a check returned str; it has to yield or to list the reasons"),
+        (AnswersNothing, "AnswersNothing: a check returned NoneType; it has to yield or to list the reasons"),
         (DescribesText, "DescribesText.describe returned str; return a mapping"),
     ],
 )
