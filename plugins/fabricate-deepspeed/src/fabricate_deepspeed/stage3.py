@@ -141,8 +141,9 @@ class ZeRO3(ZeRO):
             parameter.ds_status = ZeroParamStatus.NOT_AVAILABLE  # after a failure some may still be gathered
             parameter.ds_active_sub_modules.clear()
         for submodule in self._root.modules():
-            # DeepSpeed's kind of dict gathers a parameter that is read
-            submodule._parameters = dict(submodule._parameters)
+            # DeepSpeed's kind of dict gathers a parameter that is read. After a failure in a forward, other ranks are gone.
+            parameters = submodule._parameters
+            submodule._parameters = {name: dict.__getitem__(parameters, name) for name in parameters}
         self.__dict__.pop("_cut", None)
         parameter_offload.FWD_MODULE_STACK.clear()  # it would keep the module alive
         return False
