@@ -67,6 +67,8 @@ def _torchrun(arguments: Sequence[str]) -> int:
     except ChildFailedError as exc:
         rank, failure = exc.get_first_failure()
         code = failure.exitcode
+        if code == -signal.SIGTERM and isinstance(failure.message, dict):
+            code = 1  # it had recorded its exception, and was ended while it exited because another rank had failed too
         if code != EXIT_PREEMPTED:
             print(_gist(rank, code, failure.message), file=sys.stderr)
         return code if code > 0 else 128 - code
