@@ -107,8 +107,8 @@ class Trainer:
     weights.
     save_weights_only: True: checkpoints hold the weights and nothing else, a third of the size with AdamW; nothing resumes from them.
     validate_first: validate once before the first step.
-    sanity_batches: if validate_first is False, run validation on this many
-    batches of each set before the first step, to find mistakes early; its results are discarded, and plugins get no events of it.
+    sanity_batches: if validate_first is False, run validation on this many batches of each set before the first step, to find mistakes
+    early; its results are discarded, and plugins get no events of it.
     progress: a progress bar (or plain lines) on rank 0; a list of metrics (["loss", "accuracy"]) chooses what it shows.
     print_plan: what rank 0 prints of the plan before the first step: a "summary" of at most eight lines, "full" or "none". "none"
     also suppresses the line about the dtypes observed in the first update.

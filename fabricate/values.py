@@ -69,12 +69,6 @@ _HIGHER_IS_BETTER = frozenset(
 )
 
 
-def comparable(value: float) -> float:
-    """`value` with six significant digits, for the comparison of metrics. The digits after them depend on how rows were split into batches
-    and over ranks, because a metric is a mean of float32 numbers."""
-    return float(f"{value:.6g}")
-
-
 def metric_mode(where: str, metric: str, mode: str | None) -> str:
     """The mode of `metric`: "min" if its lowest value is the best, "max" if its highest is. It is `mode`, or "min" if `mode` is None.
 

@@ -72,7 +72,7 @@ def learning(place: Host, updates: int) -> dict[str, Any]:
 
 
 def ragged(place: Host) -> dict[str, Any]:
-    """A last batch whose number of rows is no multiple of 16: it is trained, or an error names the reason."""
+    """A last batch whose number of rows is not a multiple of 16 is trained, or an error names the reason."""
     needs("torchao")
     size = dataclasses.replace(SIZES["tiny"], length=31, rows=16)
     recipe = Recipe(size, 3, precision(place, "tensorwise"), rows=16 * 2 + 3)

@@ -190,9 +190,9 @@ def _open_loader(loader: DataLoader[Any], setup: Setup, loading: Loading) -> Sou
     if has_own_loop(loader):
         return _open_batches(loader, setup, f"{type(loader).__name__} has an iterator of its own")
     if isinstance(loader.dataset, IterableDataset):
-        return _open_batches(_without_persistent_workers(loader, setup), setup, "its data set is a stream")
+        return _open_batches(loader, setup, "its data set is a stream")
     if batch_sampler is None:
-        return _open_batches(_without_persistent_workers(loader, setup), setup, "batch_size=None turns batching off")
+        return _open_batches(loader, setup, "batch_size=None turns batching off")
 
     batch_size: int | None
     draw: Draw
@@ -207,9 +207,7 @@ def _open_loader(loader: DataLoader[Any], setup: Setup, loading: Loading) -> Sou
         draw, units = lambda seed, epoch: BatchOrder(drawn(sampler, seed, epoch)), _length(sampler)
         order = f"the batches of {type(sampler).__name__}, drawn for each epoch from the seed, and given to the ranks in turn"
     if units is None:
-        return _open_batches(
-            _without_persistent_workers(loader, setup), setup, f"{type(sampler).__name__} has no length"
-        )
+        return _open_batches(loader, setup, f"{type(sampler).__name__} has no length")
     setup.notes.append(f"{setup.argument}: the DataLoader is rebuilt around a global order; {order}")
     options = _options_of(loader, setup, loading)
     source = Indexed(
@@ -347,6 +345,8 @@ def _looks_like_a_row(item: Any) -> bool:
 def _open_batches(data: Iterable[Any], setup: Setup, reason: str | None) -> Source:
     if reason:
         setup.notes.append(f"{setup.argument}: the DataLoader is read as an iterable of batches, because {reason}")
+    if isinstance(data, DataLoader) and not has_own_loop(data):
+        data = _without_persistent_workers(data, setup)
     has_state = _has_state(data)
     _note_sequential(setup, "batches", has_state)
     return Sequential(setup, "iterable", data, batch_size=None, units=_length(data), collate=None, has_state=has_state)

@@ -1,5 +1,5 @@
-"""Refuses writes that would be lost: writes of a step into parameters of which the strategy uses copies, and writes of layers into their
-own weight. Must not know: the loop."""
+"""Refuses writes that would be lost: a step that writes to a parameter although the strategy computes with a copy of it, and a layer that
+writes to its own weight. Must not know: the loop."""
 
 from __future__ import annotations
 

@@ -11,7 +11,6 @@ from typing import Any
 
 from fabricate.checkpoint.format.directory import Reader
 from fabricate.errors import CheckpointError
-from fabricate.values import comparable
 
 __all__ = ["among_best", "best_checkpoints", "kept"]
 
@@ -33,7 +32,7 @@ def kept(checkpoints: Sequence[Path], keep: Mapping[str, Any]) -> set[Path]:
 def best_checkpoints(
     checkpoints: Sequence[Path], metric: str, mode: str, unreadable: list[Path] | None = None
 ) -> list[Path]:
-    """The checkpoints that recorded `metric`, best first (`mode`: "min" or "max"), the older of two `comparable` equals first. A damaged
+    """The checkpoints that recorded `metric`, best first (`mode`: "min" or "max"), of equal ones (`_rounded`) the older first. A damaged
     checkpoint is added to the list `unreadable`; without this list it is an error."""
     return [path for _, _, path in _scored(checkpoints, metric, mode, unreadable)]
 
@@ -41,7 +40,13 @@ def best_checkpoints(
 def among_best(checkpoints: Sequence[Path], keep: Mapping[str, Any], value: float) -> bool:
     """Whether a checkpoint that records `value`, added to `checkpoints`, would be one of the best that `keep` selects."""
     scored = _scored(checkpoints, keep["metric"], keep["mode"], unreadable=[])[: keep["best"]]
-    return len(scored) < keep["best"] or comparable(value if keep["mode"] == "min" else -value) < scored[-1][0]
+    return len(scored) < keep["best"] or _rounded(value if keep["mode"] == "min" else -value) < scored[-1][0]
+
+
+def _rounded(value: float) -> float:
+    """`value` with six significant digits. Further digits depend on how rows were split into batches and over ranks, because a metric is a
+    mean of float32 numbers. Rounded values can be sorted, which a comparison with a tolerance would not allow."""
+    return float(f"{value:.6g}")
 
 
 def _scored(
@@ -59,6 +64,6 @@ def _scored(
             unreadable.append(path)
             continue
         if metric in metrics:
-            value = comparable(float(metrics[metric]))
+            value = _rounded(float(metrics[metric]))
             scored.append((value if mode == "min" else -value, step, path))
     return sorted(scored)

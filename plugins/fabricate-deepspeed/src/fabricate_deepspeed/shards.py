@@ -1,6 +1,6 @@
 """The place of this rank's part of each parameter in DeepSpeed's flat tensors, and the optimizer state for that part.
 
-DeepSpeed puts the parameters of a group one after another into flat tensors, of which the optimizer has one slice per rank. Must not know:
+DeepSpeed joins the parameters of a group to flat tensors. On each rank, the optimizer has one slice of each flat tensor. Must not know:
 strategies, how anything is trained.
 """
 

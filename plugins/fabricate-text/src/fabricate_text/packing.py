@@ -56,7 +56,7 @@ def pack(dataset: Any, length: int, *, too_long: str = "refuse", at_once: int = 
 
 
 def column_names(dataset: Any) -> list[str]:
-    """The column names of a `datasets.Dataset` or a stream, of which the first row may have to be read."""
+    """The column names of a `datasets.Dataset` or a stream. The first row of a stream is read if nothing else has them."""
     names = dataset.column_names
     return list(next(iter(dataset), {})) if names is None else list(names)
 
