@@ -266,8 +266,9 @@ class Settings:
 
         Raises `ConfigurationError` for the first wrong argument, with its value and the remedy.
         """
+        values = {name: check(name, arguments[name]) for name, check in CHECKS.items()}
         given = [name for name in CHECKS if arguments[name] is not defaults[name] and arguments[name] != defaults[name]]
-        settings = cls(**{name: check(name, arguments[name]) for name, check in CHECKS.items()}, given=tuple(given))
+        settings = cls(**values, given=tuple(given))
         for unit in ("steps", "epochs"):
             least, most = getattr(settings, f"min_{unit}"), getattr(settings, f"max_{unit}")
             if least is not None and most is not None and least > most:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from fabricate import ConfigurationError, Every, Trainer
 from fabricate.configuration.arguments import CHECKS, Settings
@@ -30,6 +31,11 @@ def test_a_default_passes_its_own_check_and_a_checked_value_passes_again(name: s
     checked = CHECKS[name](name, default)
     assert getattr(Trainer().settings, name) == checked
     assert CHECKS[name](name, checked) == checked
+
+
+def test_a_value_that_cannot_be_compared_with_a_default_is_refused_by_its_check() -> None:
+    with pytest.raises(ConfigurationError, match="max_steps="):
+        Trainer(max_steps=torch.tensor([1, 2]))  # type: ignore[arg-type]
 
 
 def test_defaults_stand_in_the_signature_only() -> None:
