@@ -16,6 +16,7 @@ os.environ.pop("ACCELERATE_TORCH_DEVICE", None)
 import psutil
 import pytest
 import torch
+from accelerate.state import AcceleratorState, GradientState, PartialState
 
 from fabricate.testing.ranks import close_pools, worker_process_ids
 
@@ -23,6 +24,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # by a shell that started
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+_ACCELERATE = (PartialState, AcceleratorState, GradientState)
 _SETTLE_SECONDS = 60.0  # at most, for what is already ending: a joined pool's threads, a data loader's workers
 
 _HOSTS = (
@@ -49,6 +51,7 @@ def _no_leaks() -> Iterator[None]:
     """Fail a test that leaves threads, processes or process-wide settings changed; the settings are then put back."""
     threads, processes = _threads(), _processes()
     environment, handlers, directory = _environment(), _handlers(), os.getcwd()
+    accelerate = [dict(kind._shared_state) for kind in _ACCELERATE]
     yield
     leaks = []
     if environment != (after := _environment()):
@@ -64,6 +67,11 @@ def _no_leaks() -> Iterator[None]:
     if directory != os.getcwd():
         leaks.append(f"working directory {os.getcwd()!r}")
         os.chdir(directory)
+    for kind, state in zip(_ACCELERATE, accelerate, strict=True):
+        if state != kind._shared_state:
+            leaks.append(f"accelerate's {kind.__name__}")
+            kind._shared_state.clear()
+            kind._shared_state.update(state)
     leaks += [f"thread {name!r}" for name in _left(_threads, threads)]
     leaks += [f"process {command!r}" for command in _left(_processes, processes)]
     if leaks:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from accelerate.state import AcceleratorState
+from accelerate.state import AcceleratorState, GradientState
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from transformers import HfArgumentParser, Seq2SeqTrainingArguments, TrainingArguments
 from transformers import Trainer as TheirTrainer  # at once: what it imports sets variables of the environment
@@ -115,9 +115,10 @@ OTHERS: dict[str, Any] = {
 
 @pytest.fixture(autouse=True)
 def _own_state() -> Iterator[None]:
-    """TrainingArguments make Accelerate's PartialState."""
+    """TrainingArguments make Accelerate's PartialState, and the schedules of transformers its GradientState."""
     yield
     AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
 
 
 def arguments(**fields: Any) -> TrainingArguments:
