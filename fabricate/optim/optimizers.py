@@ -14,7 +14,7 @@ from torch.optim import lr_scheduler
 
 from fabricate.errors import ConfigurationError, few
 from fabricate.optim.named_schedules import ENDS_IN_WARMUP, named_schedule, schedule_names
-from fabricate.optim.schedules import Schedule, own_lengths, takes_metric
+from fabricate.optim.schedules import Schedule, own_lengths, takes_metric, warmup_lengths
 
 
 def configured_optimizers(where: str, module: Any) -> Any:
@@ -229,6 +229,12 @@ def notes_of_length(schedules: Mapping[str, Schedule], total_steps: int | None, 
             )
         per_epoch = schedule.advances == "epoch"
         comes, unit = (max_epochs, "epochs") if per_epoch else (total_steps, "updates")
+        for name, length in dict.fromkeys(warmup_lengths(schedule.made)):
+            if comes is not None and length > comes:
+                notes.append(
+                    f"{type(schedule.made).__name__} warms up over {length} {unit} ({name}) and this fit has {comes}: the learning rate "
+                    "does not reach its full value"
+                )
         for name, length in dict.fromkeys(own_lengths(schedule.made)) if comes is not None else ():
             if length == comes:
                 continue

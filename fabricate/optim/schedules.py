@@ -24,6 +24,9 @@ class Schedule:
         self.made = made
         self.advances = advances
         self.text = text
+        self.advanced_elsewhere = False
+        """Whether code other than this class has advanced the scheduler."""
+        self._position = self._present()
 
     @property
     def kind(self) -> str:
@@ -38,18 +41,28 @@ class Schedule:
     def updated(self) -> None:
         """Called when an update of its optimizer was applied."""
         if self.advances == "step":
-            self.made.step()
+            self._advance()
 
     def epoch_ended(self) -> None:
         """Called when a pass over the training data is complete."""
         if self.advances == "epoch":
-            self.made.step()
+            self._advance()
 
     def measured(self, metrics: Mapping[str, float]) -> None:
         """Called when a validation is complete. Raises `ConfigurationError` if it did not return the metric."""
         self.check(metrics)
         if self.metric is not None:
-            self.made.step(metrics[self.metric])
+            self._advance(metrics[self.metric])
+
+    def _advance(self, *metric: float) -> None:
+        self.advanced_elsewhere = self.advanced_elsewhere or self._present() != self._position
+        self.made.step(*metric)
+        self._position = self._present()
+
+    def _present(self) -> int | None:
+        """The scheduler's own count of its advances; None if it keeps none."""
+        count = getattr(self.made, "last_epoch", None)
+        return count if isinstance(count, int) else None
 
     def check(self, metrics: Mapping[str, float]) -> None:
         """Raise `ConfigurationError` unless `metrics`, which a validation returned, contain the metric of the schedule."""
@@ -67,6 +80,7 @@ class Schedule:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the state of the scheduler from a checkpoint."""
         self.made.load_state_dict(state)
+        self._position = self._present()
 
 
 def takes_metric(scheduler: Any) -> bool:
@@ -93,6 +107,20 @@ def own_lengths(made: Any, before: int = 0) -> Iterator[tuple[str, int]]:
             for name, value in captured(function).items():
                 if type(value) is int and any(word in name for word in ("total", "training_steps", "max_steps")):
                     yield name, before + value
+
+
+def warmup_lengths(made: Any) -> Iterator[tuple[str, int]]:
+    """The number of advances in which a scheduler raises the rate to its full value, if the object has it: pairs of the attribute's name
+    and the number."""
+    if isinstance(made, lr_scheduler.LinearLR) and made.start_factor < made.end_factor:
+        yield "total_iters", made.total_iters
+    elif isinstance(made, lr_scheduler.SequentialLR | lr_scheduler.ChainedScheduler):
+        yield from warmup_lengths(made._schedulers[0])
+    elif isinstance(made, lr_scheduler.LambdaLR):
+        for function in made.lr_lambdas:
+            for name, value in captured(function).items():
+                if type(value) is int and "warm" in name:
+                    yield name, value
 
 
 def captured(function: Any) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from fabricate.data.transfer import tensors
 from fabricate.errors import ConfigurationError, few
@@ -62,11 +63,13 @@ def _is_compiled(module: torch.nn.Module) -> bool:
     return by_torch or ("forward" in vars(module) and not hasattr(module, "_hf_hook"))
 
 
+_WHEN = {"step": "update", "epoch": "epoch"}
 _WEIGHED = {"given": "as training_step says", "counted": "by the labels it counts", "rows": "by rows"}
 
 
 class FirstUpdate:
-    """Reports once the dtypes in which a fit computes, and the trainable parameters that received no gradient."""
+    """Reports once the dtypes in which a fit computes, the trainable parameters that received no gradient, and the optimizers and
+    schedulers that other code steps."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
@@ -78,6 +81,12 @@ class FirstUpdate:
         if self._activations.whole and not all(keeps(parameter) for parameter in run.module.parameters()):
             self._written = Written(run.module, run.engine)
             run.closing.callback(self._written.close)
+        self._stepped = False
+        self._watched: list[RemovableHandle] = []
+        if run.calls.train_step is None:  # a plugin that takes the place of training_step may step optimizers
+            self._watch_optimizers()
+        self._schedules = list(run.optim.schedules.values())
+        """Those of which no step in other code has been reported."""
         self._began_at = run.progress.step
         self._trains = run.module.training
         self._without_gradient: dict[str, torch.nn.Parameter] = {}
@@ -88,9 +97,30 @@ class FirstUpdate:
         """Whether no update has been applied yet."""
         return self._activations is not None
 
+    def _watch_optimizers(self) -> None:
+        """Remember, until the first update was applied, whether an optimizer made a step."""
+
+        def stepped(*_: object) -> None:
+            self._stepped = True
+
+        for optimizer in self._run.optim.optimizers.values():
+            self._watched.append(optimizer.register_step_pre_hook(stepped))
+        self._run.closing.callback(self._unwatch_optimizers)
+
+    def _unwatch_optimizers(self) -> None:
+        for hook in self._watched:
+            hook.remove()
+        self._watched = []
+
     def after_forward(self, micro_step: int) -> None:
-        """In the first update, raise an error if code outside the loop computed or cleared gradients. Does not wait for the device."""
+        """In the first update, raise an error if code outside the loop stepped an optimizer, or computed or cleared gradients. Does not
+        wait for the device."""
         strategy = self._run.engine.strategy
+        if self._stepped:
+            raise ConfigurationError(
+                f"{type(self._run.module).__name__}.training_step, or a hook before it, calls step of an optimizer. Remove that call: the "
+                "loop steps the optimizer once per update, with the gradients of the global batch"
+            )
         if self._activations is None or not strategy.exposes_gradients:
             return
         there = any(p.grad is not None for p in self._run.module.parameters())
@@ -122,12 +152,23 @@ class FirstUpdate:
         if self._activations is not None and applied:
             layers, whole = self._activations.close(), self._activations.whole
             self._activations = None
+            self._unwatch_optimizers()
             self._observe(layers, whole, losses)
         elif self._without_gradient:
             self._without_gradient = {n: p for n, p in self._without_gradient.items() if p.grad is None}
 
     def report(self) -> None:
-        """Report, once, the parameters that have received no gradient in any update so far."""
+        """Report, once each, the schedulers that other code steps, and the parameters that have received no gradient in any update so
+        far."""
+        moved = [each for each in self._schedules if each.advanced_elsewhere]
+        self._schedules = [each for each in self._schedules if not each.advanced_elsewhere]
+        for schedule in moved:
+            name, when = type(schedule.made).__name__, _WHEN.get(schedule.advances, "validation")
+            self._run.journal.note(
+                f"your code calls {name}.step(), and so does the loop, after each {when}: the "
+                "learning rate changes faster than its schedule says. Remove that call, or do not return the scheduler from "
+                "configure_optimizers, and save its state in on_save"
+            )
         if self._without_gradient:
             self._run.journal.note(
                 f"no gradient reached {few(list(self._without_gradient))} in the updates up to step {self._run.progress.step}: they do "

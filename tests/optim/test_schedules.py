@@ -400,6 +400,64 @@ def test_a_fit_that_is_cut_short_may_end_within_the_warm_up_and_says_so(text: st
     )
 
 
+LONG_WARM_UPS: list[Callable[[torch.optim.Optimizer], Any]] = [
+    lambda o: transformers.get_constant_schedule_with_warmup(o, 99),
+    lambda o: transformers.get_linear_schedule_with_warmup(o, 99, 15),
+    lambda o: lr_scheduler.SequentialLR(
+        o, [lr_scheduler.LinearLR(o, 0.1, total_iters=99), lr_scheduler.StepLR(o, 5)], milestones=[99]
+    ),
+]
+
+
+@pytest.mark.parametrize("schedule", LONG_WARM_UPS)
+def test_a_scheduler_object_with_a_longer_warm_up_than_the_fit_gets_a_note(schedule: Any, tmp_path: Path) -> None:
+    fit(lambda trainer, optimizer: (optimizer, schedule(optimizer)), run_dir=tmp_path)
+    (note,) = json.loads((tmp_path / "plan.json").read_text())["notes"]
+    assert " warms up over 99 updates (" in note
+    assert note.endswith(" and this fit has 15: the learning rate does not reach its full value")
+
+
+class Advances(Module):
+    """Calls `step` of its scheduler in a hook, which the loop does too."""
+
+    def __init__(self, hook: str, advances: str) -> None:
+        super().__init__(self._configured)
+        self.hook, self.advances = hook, advances
+
+    def _configured(self, trainer: Trainer, optimizer: torch.optim.Optimizer) -> Any:
+        self.scheduler = lr_scheduler.StepLR(optimizer, 6)
+        return optimizer, self.scheduler, self.advances
+
+    def on_step(self) -> None:
+        if self.hook == "on_step":
+            self.scheduler.step()
+
+    def on_epoch_end(self) -> None:
+        if self.hook == "on_epoch_end":
+            self.scheduler.step()
+
+
+@pytest.mark.parametrize(("advances", "when"), [("step", "update"), ("epoch", "epoch")])
+@pytest.mark.parametrize("hook", ["on_step", "on_epoch_end", "none"])
+def test_a_scheduler_that_a_hook_advances_too_gets_one_note(
+    hook: str, advances: str, when: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Trainer(progress=False, max_epochs=3).fit(Advances(hook, advances), ROWS, batch_size=2)
+    said = f"note: your code calls StepLR.step(), and so does the loop, after each {when}: "
+    assert capsys.readouterr().err.count(said) == (hook != "none")
+
+
+def test_a_scheduler_whose_state_was_loaded_gets_no_note_that_other_code_advanced_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def configured(trainer: Trainer, optimizer: torch.optim.Optimizer) -> Any:
+        return optimizer, lr_scheduler.StepLR(optimizer, 6)
+
+    for epochs in (1, 3):
+        fit(configured, run_dir=tmp_path, max_epochs=epochs)
+    assert "your code" not in capsys.readouterr().err
+
+
 def test_a_schedule_that_would_raise_on_the_way_is_refused_before_the_first_step() -> None:
     with pytest.raises(ConfigurationError, match=r"made for 4 updates \(total_steps\) and this fit has 9, after which"):
         fit(lambda trainer, o: (o, lr_scheduler.OneCycleLR(o, 0.1, total_steps=4)), **WINDOWS)

@@ -429,6 +429,22 @@ def test_a_backward_of_the_users_own_is_refused() -> None:
     refused(message, module=answering(_own_backward), forwards=1)
 
 
+def test_a_step_of_the_users_own_is_refused() -> None:
+    class Steps(Regression):
+        def training_step(self, batch: Any) -> torch.Tensor:
+            self.optimizer.step()
+            return super().training_step(batch)
+
+        def configure_optimizers(self) -> Any:
+            self.optimizer = super().configure_optimizers()
+            return self.optimizer
+
+    with pytest.raises(
+        ConfigurationError, match=r"Steps\.training_step, or a hook before it, calls step of an optimizer\."
+    ):
+        Trainer(max_steps=1, progress=False).fit(Steps(), ROWS, batch_size=2)
+
+
 def test_gradients_that_are_cleared_between_micro_batches_are_refused() -> None:
     message = "the gradients of earlier micro-batches of this update are gone: Wrong.training_step, or"
     refused(message, module=answering(_own_zero_grad), forwards=2, gradient_accumulation_steps=2)
