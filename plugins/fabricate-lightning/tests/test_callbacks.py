@@ -283,6 +283,9 @@ def test_the_module_may_end_the_fit() -> None:
     theirs, ours = both(StopsItself, data)
     assert ours.trainer.global_step == theirs.trainer.global_step
     assert ours.trainer.should_stop
+    assert float(ours.trainer.callback_metrics["val_loss"]) == pytest.approx(
+        float(theirs.trainer.callback_metrics["val_loss"]), abs=1e-6
+    ), "validated before the end, in the middle of an epoch"
 
 
 def test_a_fit_with_a_checkpoint_on_exceptions_saves_as_without(tmp_path: Path) -> None:

@@ -87,6 +87,19 @@ def test_everything_that_is_logged_has_lightnings_name_and_value() -> None:
         assert other == pytest.approx(one, abs=1e-6), kind
 
 
+class AfterBatch(Classifier):
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.log("number", float(batch_idx**2), on_step=False, on_epoch=True)
+
+
+@pytest.mark.parametrize("accumulated", [1, 2, 3])
+def test_a_value_that_is_logged_after_each_batch_is_weighed_by_its_rows(accumulated: int) -> None:
+    theirs, ours = both(
+        AfterBatch, lambda: (loader(), loader(number=20)), max_epochs=1, accumulate_grad_batches=accumulated
+    )
+    assert ours.metrics["number"] == pytest.approx(theirs.metrics["number"], abs=1e-6)
+
+
 class Collection(Classifier):
     def __init__(self) -> None:
         super().__init__()

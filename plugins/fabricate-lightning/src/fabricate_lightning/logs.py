@@ -124,6 +124,11 @@ class Logs:
         if options.on_step:
             self._know(name, value, options, fork)
 
+    @property
+    def in_training_batch(self) -> bool:
+        """Whether a method runs that belongs to a batch of the training."""
+        return self._of_batch() and not self.evaluates
+
     def _of_batch(self) -> bool:
         return "batch" in self.hook or self.hook.endswith("_step")
 
@@ -146,6 +151,13 @@ class Logs:
                 f"self.log({name!r}, reduce_fx={options.reduction!r}) is not supported over a training epoch: log a torchmetrics "
                 f"object ({options.reduction.title()}Metric), or the value of each step"
             )
+        if (
+            batch_size is None
+            and options.on_epoch
+            and options.reduction == "mean"
+            and self.hook == "on_train_batch_end"
+        ):
+            batch_size = self.rows()  # the last batch of an update would be weighed like the whole update
         if options.on_epoch or options.logger:
             record(recorded, value, weight=batch_size, reduce=options.reduction if options.on_epoch else "mean")
         if options.on_epoch:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from fabricate import ConfigurationError, Trainer, hookimpl
+from fabricate_lightning import data
 from fabricate_lightning.adapter import Adapted
 from fabricate_lightning.callbacks import learning_rates
 from fabricate_lightning.kinds import is_a, overrides
@@ -94,7 +95,9 @@ class WithBatchHooks(Adapted):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return super().training_step(self._batch, batch_idx)
 
-    def on_accumulate(self, is_last: bool) -> None:
+    def on_accumulate(self, batch: Any, weight: Any, is_last: bool) -> None:
+        stand_in = isinstance(weight, int) and weight == 0
+        self.view.logs.rows = lambda: 0 if stand_in else data.rows_of(batch)
         if self.lightning.automatic_optimization:
             self.hooks("on_after_backward")
         if not is_last:

@@ -163,6 +163,10 @@ class TrainerView:
     def should_stop(self, value: bool) -> None:
         if value and self.adapted is not None and not self.adapted.stopping:
             self.adapted.stopping = True
+            if (
+                self._fabricates.validates and self.logs.in_training_batch
+            ):  # Lightning validates before it ends an epoch early
+                self._fabricates.request_eval()
             self._fabricates.stop("trainer.should_stop")
 
     @property
