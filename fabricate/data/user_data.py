@@ -7,7 +7,7 @@ how a source reads (`indexed`, `sequential`).
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping, Sized
+from collections.abc import Iterable, Mapping, Sequence, Sized
 from dataclasses import replace
 from typing import Any
 
@@ -30,6 +30,9 @@ from fabricate.data.order import epoch_order
 from fabricate.data.sequential import Sequential
 from fabricate.data.source import Loading, Setup, Source
 from fabricate.data.workers import has_own_loop
+
+_LEAST_IN_A_COLUMN = 8
+"""Images of several sizes may have the same few channels as the first dimension."""
 
 
 def open_source(
@@ -68,7 +71,7 @@ def open_source(
     if loading.drop_last:
         setup.note_drop_last()
     _refuse_other_kinds(data, setup)
-    _refuse_tables(data, setup)
+    _refuse_tables(data, setup, loading)
     if isinstance(data, DataLoader):
         return _open_loader(data, setup, loading)
     _refuse_several(data, setup)
@@ -123,22 +126,27 @@ def _refuse_other_kinds(data: Any, setup: Setup) -> None:
         )
 
 
-def _refuse_tables(data: Any, setup: Setup) -> None:
-    """Raise ConfigurationError for a tuple of columns, which would be read as rows, and for tables that are not indexed by row."""
-    if (
-        isinstance(data, tuple)
-        and all(isinstance(part, torch.Tensor | np.ndarray) for part in data)
-        and len({tuple(part.shape[1:]) for part in data}) > 1  # otherwise they may be batches or rows
-    ):
-        raise setup.error(
-            f"is a tuple of {len(data)} tensors or arrays, and each of them would be read as one row. "
-            "Pass torch.utils.data.TensorDataset(*tensors); torch.as_tensor(array) makes a tensor of an array"
-        )
+def _refuse_tables(data: Any, setup: Setup, loading: Loading) -> None:
+    """Raise ConfigurationError for columns, which would be read as rows, and for tables that are not indexed by row. Columns of equal
+    shapes may be rows or batches, so they get a note."""
+    if isinstance(data, list | tuple) and data and all(isinstance(part, torch.Tensor | np.ndarray) for part in data):
+        are = f"is a {type(data).__name__} of {len(data)} tensors or arrays, and each of them"
+        remedy = "torch.utils.data.TensorDataset(*tensors); torch.as_tensor(array) makes a tensor of an array"
+        if len({tuple(part.shape[1:]) for part in data}) > 1 and (isinstance(data, tuple) or _like_columns(data)):
+            raise setup.error(f"{are} would be read as one row. Pass {remedy}")
+        if loading.batch_size is not None and _like_columns(data):
+            setup.notes.append(f"{setup.argument}: {are} is read as one row. If they are columns, pass {remedy}")
     if type(data).__module__.partition(".")[0] in ("pandas", "polars"):
         raise setup.error(
             f"is a {type(data).__name__}, whose rows cannot be read by index. Pass datasets.Dataset.from_pandas(frame) "
             "(from_polars), or a TensorDataset of its columns"
         )
+
+
+def _like_columns(parts: Sequence[Any]) -> bool:
+    """Whether a few tensors or arrays have the same number of elements in their first dimension, as columns of a table have."""
+    sizes = {len(part) if part.ndim else 0 for part in parts}
+    return 2 <= len(parts) <= 4 and len(sizes) == 1 and min(sizes) >= _LEAST_IN_A_COLUMN
 
 
 def _open_dataset(data: Any, setup: Setup, loading: Loading) -> Source:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import accelerate
+import numpy as np
 import pandas
 import pytest
 import torch
@@ -152,6 +153,7 @@ def test_a_plateau_scheduler_without_val_loss_is_an_error() -> None:
         (torch.utils.data.DataLoader(ROWS, batch_size=2), {"batch_size": 4}, "batch_size=4 has no effect"),
         ({"a": 1}, {}, "train is a dict, which holds no rows to read"),
         ((torch.zeros(4, 3), torch.zeros(4, 1)), {"batch_size": 2}, "train is a tuple of 2 tensors or arrays"),
+        ([torch.zeros(9, 3), np.zeros(9)], {"batch_size": 2}, "train is a list of 2 tensors or arrays"),
         (
             pandas.DataFrame({"a": [1.0, 2.0]}),
             {"batch_size": 2},
@@ -175,6 +177,17 @@ class Growing(torch.utils.data.Dataset):  # type: ignore[type-arg]
 
     def __getitem__(self, index: int) -> Any:
         return ROWS[index % len(ROWS)]
+
+
+def test_columns_of_one_shape_that_are_read_as_rows_get_a_note(capsys: pytest.CaptureFixture[str]) -> None:
+    class Counts(Regression):
+        def training_step(self, batch: Any) -> torch.Tensor:
+            assert batch.shape[1:] == (9, 3)
+            return self.layer.weight.square().sum()
+
+    for columns, noted in (([torch.zeros(9, 3)] * 2, True), ([torch.zeros(9, 3)] * 5, False)):
+        Trainer(max_steps=1, progress=False).fit(Counts(), columns, batch_size=2)
+        assert ("is read as one row. If they are columns, pass" in capsys.readouterr().out) == noted
 
 
 def test_data_that_grows_during_a_fit_gets_a_note(capsys: pytest.CaptureFixture[str]) -> None:
