@@ -599,3 +599,37 @@ def test_a_step_that_writes_into_copies_of_parameters_is_refused_by_name(
                 f"WritingSteps.training_step writes into the parameter {name}, but strategy={strategy!r} computes with a copy of it"
             )
             assert "Change the parameter in on_step(self)" in text
+
+
+class Generates(TrainModule):
+    """Generates more tokens on rank 1 than on rank 0, in each step of an evaluation."""
+
+    def configure_model(self) -> None:
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+        self.model = LlamaForCausalLM(LlamaConfig(vocab_size=8, eos_token_id=None, pad_token_id=0, **sizes))
+
+    def validation_step(self, batch: torch.Tensor) -> Any:
+        number = 1 + 4 * self.trainer.accelerator.process_index
+        tokens = self.model.generate(batch, max_new_tokens=number, do_sample=False)
+        return {"outputs": tokens.tolist()}
+
+    def compute_metrics(self, outputs: list[Any]) -> dict[str, float]:
+        self.generated = outputs
+        return {"rows": len(outputs)}
+
+
+def _generated(strategy: str) -> tuple[list[list[int]] | None, bool]:
+    module = Generates()
+    rows = [torch.tensor([1 + number % 7]) for number in range(6)]
+    Trainer(strategy=strategy, seed=1, progress=False, timeout="60 seconds").validate(module, rows, batch_size=2)
+    return getattr(module, "generated", None), "generate" in vars(module.model)
+
+
+def test_ranks_may_generate_different_numbers_of_tokens() -> None:
+    wanted = run_ranks(_generated, 2, "ddp", timeout=120)
+    generated = wanted[0][0]
+    assert generated is not None
+    assert {len(row) for row in generated} == {2, 6}
+    assert run_ranks(_generated, 2, "zero3", timeout=120) == wanted

@@ -45,6 +45,22 @@ class ZeRO3(ZeRO):
         self._files: swapped.Files | None = None
         self._folder = ""
         self._converted: set[torch.nn.Parameter] = set()
+        self._generating: list[torch.nn.Module] = []
+        """The models of transformers whose `generate` was replaced."""
+
+    def prepare(self, accelerator: Accelerator, root: torch.nn.Module, module: torch.nn.Module) -> torch.nn.Module:
+        prepared = super().prepare(accelerator, root, module)
+        if accelerator.num_processes > 1:
+            self._generate_in_lockstep(module)
+        return prepared
+
+    def _generate_in_lockstep(self, module: torch.nn.Module) -> None:
+        """Let `generate` of transformers' models compute until all ranks are done: parameters are gathered by all ranks together.
+        transformers does this by itself only where it has made the DeepSpeed configuration."""
+        for layer in module.modules():
+            if hasattr(layer, "generation_config") and hasattr(layer, "generate") and "generate" not in vars(layer):
+                vars(layer)["generate"] = functools.partial(layer.generate, synced_gpus=True)
+                self._generating.append(layer)
 
     def _offloads_gradients(self) -> bool:
         return bool(self._engine.optimizer.offload_optimizer)
@@ -80,6 +96,9 @@ class ZeRO3(ZeRO):
 
     def release(self, module: torch.nn.Module, clean: bool) -> bool:
         whole = super().release(module, clean)
+        for layer in self._generating:
+            del vars(layer)["generate"]
+        self._generating = []
         self._files = None
         if self._folder:
             shutil.rmtree(self._folder, ignore_errors=True)
