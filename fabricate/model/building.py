@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from fabricate.errors import ConfigurationError, few, first_line
-from fabricate.model.building_twice import Before, Writes, set_from_around
+from fabricate.model.building_twice import Before, Origins, set_from_around
 from fabricate.model.pretrained import Stored, deferred
 from fabricate.module import TrainModule, overrides
 from fabricate.seeding import derive_seed, rng_state, seed_everything, set_rng_state
@@ -170,11 +170,11 @@ def build_model(module: TrainModule, seed: int) -> str:
         return ""
     before = Before(module)
     try:
-        with Writes() as writes:
+        with Origins() as origins:
             note = build_on_meta(module)
         needs = "peft initialises its layers itself" if adapted_models(module) else ""
         if not overrides(module, "init_weights"):  # which would overwrite lost values anyway
-            needs = needs or writes.lost(module) or set_from_around(module, _owners(module))
+            needs = needs or origins.lost(module, _owners(module)) or set_from_around(module, _owners(module))
     except RuntimeError as exc:  # code that reads or sets values
         note, needs = "", first_line(exc)
     if not needs:

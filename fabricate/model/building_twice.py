@@ -9,12 +9,14 @@ from __future__ import annotations
 import contextlib
 import inspect
 import sys
-from collections.abc import Mapping
-from types import FrameType
-from typing import Any
+from collections.abc import Iterator, Mapping
+from types import CodeType, FrameType
+from typing import Any, NamedTuple
 
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 _OF_TRANSFORMERS = frozenset({"__init__", "post_init", "init_weights", "_init_weights"})
 
@@ -38,32 +40,119 @@ class Before:
                 value.extend(copied) if isinstance(value, list) else value.update(copied)
 
 
-class Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A context that records which tensors on the meta device are written to, because these values are lost. Writes of a layer's
-    `reset_parameters` to its own tensors, and those of a transformers model, do not count, because these rules run again."""
+class Origins(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A context that records which tensors on the meta device are given values, because these values are lost. Values do not count if a
+    rule that runs again gives them: those of a layer's `reset_parameters` for its own tensors, and those of a transformers model."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        # By storage. The tensor is kept so that its storage's address is not reused.
-        self._written: dict[int, tuple[torch.Tensor, str]] = {}
+        self._written: dict[int, str] = {}
+        """By storage, the operation that wrote to it."""
+        self._made: dict[int, tuple[str, list[_Maker]]] = {}
+        """By storage, the operation that made it with values, and the layers in whose `__init__` or `reset_parameters` that was."""
+        self._kept: list[torch.Tensor] = []
+        """All tensors, so that no address of a storage is used again."""
+        self._init_functions = _InitFunctions(self)
+
+    def __enter__(self) -> Origins:
+        self._init_functions.__enter__()  # type: ignore[no-untyped-call]
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)  # type: ignore[no-untyped-call]
+        self._init_functions.__exit__(*exception)  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func._schema.is_mutable:
-            for argument, value in zip(func._schema.arguments, args, strict=False):
-                written = argument.alias_info is not None and argument.alias_info.is_write
-                if written and isinstance(value, torch.Tensor) and value.is_meta:
-                    storage = value.untyped_storage()._cdata
-                    if not _by_rule(storage, inspect.currentframe()):
-                        self._written[storage] = (value, str(func))
-        return func(*args, **(kwargs or {}))
+        schema, kwargs = func._schema, kwargs or {}
+        if schema.is_mutable:
+            names = [argument.name for argument in schema.arguments]
+            given = {**dict(zip(names, args, strict=False)), **kwargs}
+            for argument in schema.arguments:
+                if argument.alias_info is not None and argument.alias_info.is_write:
+                    for tensor in _meta_tensors(given.get(argument.name)):
+                        self.write(tensor, str(func), inspect.currentframe())
+        results = func(*args, **kwargs)
+        before = {_storage(tensor) for tensor in _meta_tensors((args, kwargs))}
+        for tensor in _meta_tensors(results):
+            if _storage(tensor) not in before:
+                self._make(tensor, func, args)
+        return results
 
-    def lost(self, module: torch.nn.Module) -> str:
-        """The first parameter or buffer of `module` whose values were lost, and the operation that wrote them; empty if there is none."""
+    def write(self, tensor: torch.Tensor, operation: str, frame: FrameType | None) -> None:
+        """Record that `operation`, called by `frame`, writes to `tensor`."""
+        if not _by_rule(_storage(tensor), frame):
+            self._kept.append(tensor)
+            self._written[_storage(tensor)] = operation
+
+    def _make(self, tensor: torch.Tensor, func: Any, args: Any) -> None:
+        self._kept.append(tensor)
+        operation, source = str(func), next(_meta_tensors(args), None)
+        if operation.startswith("aten._to_copy") and source is not None:  # a conversion to another dtype
+            if _storage(source) in self._written:
+                self._written[_storage(tensor)] = self._written[_storage(source)]
+            if _storage(source) in self._made:
+                self._made[_storage(tensor)] = self._made[_storage(source)]
+        elif "empty" not in operation and not _by_transformers(frame := inspect.currentframe()):
+            self._made[_storage(tensor)] = operation, _makers(frame)
+
+    def lost(self, module: torch.nn.Module, owners: Mapping[int, Any]) -> str:
+        """The first parameter or buffer of `module` whose values were lost, and the operation that gave them; empty if there is none.
+        `owners`: for each layer (by id), its transformers model."""
+        stored = getattr(module, "_stored", {})
         for name, child in module.named_modules():
             for key, tensor in _own(child).items():
-                if tensor.is_meta and (write := self._written.get(tensor.untyped_storage()._cdata)) is not None:
-                    return f"{name}.{key} is given values by {write[1]}".lstrip(".")
+                operation = (
+                    self._lost(child, tensor, id(child) in owners, id(tensor) in stored) if tensor.is_meta else ""
+                )
+                if operation:
+                    return f"{name}.{key} is given values by {operation}".lstrip(".")
         return ""
+
+    def _lost(self, layer: torch.nn.Module, tensor: torch.Tensor, owned: bool, stored: bool) -> str:
+        """The operation whose values for a tensor of `layer` are lost."""
+        if operation := self._written.get(_storage(tensor), ""):
+            return operation
+        rule = getattr(type(layer), "reset_parameters", None)
+        operation, makers = self._made.get(_storage(tensor), ("", []))
+        if stored or not (owned or callable(rule)) or any(maker.runs_again(layer) for maker in makers):
+            return ""
+        return operation
+
+
+class _Maker(NamedTuple):
+    """A layer in whose method `code` a tensor was made."""
+
+    layer: torch.nn.Module
+    code: CodeType
+
+    def runs_again(self, layer: torch.nn.Module) -> bool:
+        """Whether `reset_parameters` of `layer` sets what the method sets: it is that method, or of the same class, or of a subclass."""
+        if layer is not self.layer:
+            return False
+        classes = list(type(layer).__mro__)
+        while classes and "reset_parameters" not in vars(classes[0]):
+            classes.pop(0)
+        methods = [vars(kind).get(self.code.co_name) for kind in classes]
+        # Without the method, a transformers model has the rule for the layer.
+        return not classes or any(getattr(method, "__code__", None) is self.code for method in methods)
+
+
+class _InitFunctions(TorchFunctionMode):
+    """A context that sees the functions of `torch.nn.init` that return at once for a tensor on the meta device, without an operation."""
+
+    def __init__(self, origins: Origins) -> None:
+        super().__init__()
+        self._origins = origins
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__self__", None) is torch.Tensor.is_meta:
+            frame = inspect.currentframe()
+            while frame is not None and frame.f_code.co_name == "__torch_function__":
+                frame = frame.f_back
+            if frame is not None and frame.f_globals.get("__name__") == "torch.nn.init" and func(*args):
+                self._origins.write(args[0], frame.f_code.co_name, frame)
+        return func(*args, **(kwargs or {}))
 
 
 class _Written(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -98,6 +187,15 @@ def set_from_around(module: torch.nn.Module, owners: Mapping[int, Any]) -> str:
     return ""
 
 
+def _storage(tensor: torch.Tensor) -> int:
+    address: int = tensor.untyped_storage()._cdata
+    return address
+
+
+def _meta_tensors(values: Any) -> Iterator[torch.Tensor]:
+    return (leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor) and leaf.is_meta)
+
+
 def _own(layer: torch.nn.Module) -> dict[str, torch.Tensor]:
     both = {**layer._parameters, **layer._buffers}
     return {key: tensor for key, tensor in both.items() if tensor is not None}
@@ -105,15 +203,32 @@ def _own(layer: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 def _by_rule(storage: int, frame: FrameType | None) -> bool:
     """Whether a rule that runs again at initialisation is among the callers of `frame`, which writes to `storage`."""
+    if _by_transformers(frame):
+        return True
+    rules = (maker.layer for maker in _makers(frame) if maker.code.co_name == "reset_parameters")
+    return any(_storage(tensor) == storage for layer in rules for tensor in _own(layer).values())
+
+
+def _by_transformers(frame: FrameType | None) -> bool:
+    """Whether a transformers model that builds or initialises itself is among the callers of `frame`."""
     transformers = sys.modules.get("transformers")
+    return transformers is not None and any(
+        code.co_name in _OF_TRANSFORMERS and isinstance(layer, transformers.PreTrainedModel)
+        for layer, code in _callers(frame)
+    )
+
+
+def _makers(frame: FrameType | None) -> list[_Maker]:
+    """The layers whose `__init__` or `reset_parameters` is among the callers of `frame`."""
+    return [
+        _Maker(layer, code)
+        for layer, code in _callers(frame)
+        if code.co_name in ("__init__", "reset_parameters") and isinstance(layer, torch.nn.Module)
+    ]
+
+
+def _callers(frame: FrameType | None) -> Iterator[tuple[Any, CodeType]]:
+    """The object and the code of each method among the callers of `frame`, inside `configure_model`."""
     while frame is not None and frame.f_code.co_name != "configure_model":
-        name = frame.f_code.co_name
-        if name == "reset_parameters" or (transformers is not None and name in _OF_TRANSFORMERS):
-            layer = frame.f_locals.get("self")
-            if name == "reset_parameters" and isinstance(layer, torch.nn.Module):
-                if any(tensor.untyped_storage()._cdata == storage for tensor in _own(layer).values()):
-                    return True
-            elif transformers is not None and isinstance(layer, transformers.PreTrainedModel):
-                return True
+        yield frame.f_locals.get("self"), frame.f_code
         frame = frame.f_back
-    return False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -302,6 +303,111 @@ def test_values_given_in_configure_model_are_those_that_train(how: str) -> None:
     assert module.calls == [how]
     for parameter in module.layer[0].parameters():
         assert bool((parameter == 7).all()) == bool(how)
+
+
+class WithBias(torch.nn.Linear):
+    """Gives its bias values that `reset_parameters`, which it inherits, does not give."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 3)
+        self.bias = torch.nn.Parameter(torch.full((3,), 7.0))
+
+
+def _linear(module: Any) -> torch.nn.Linear:
+    module.layer = torch.nn.Linear(3, 3)
+    return module.layer
+
+
+def _twice(module: Any) -> None:
+    _linear(module)
+    module.copied = copy.deepcopy(module.layer)
+
+
+def _shared_values(module: Any) -> None:
+    _linear(module)
+    module.copied = torch.nn.Linear(3, 3)
+    module.copied.weight = torch.nn.Parameter(module.layer.weight.detach().clone())
+    module.copied.bias = torch.nn.Parameter(module.layer.bias.detach().clone())
+
+
+def _half(module: Any) -> None:
+    torch.nn.init.constant_(_linear(module).bias, 7.0)
+    module.layer.half()
+
+
+def _for_each(module: Any) -> None:
+    bias = _linear(module).bias.data
+    torch._foreach_zero_([bias])
+    torch._foreach_add_([bias], 7.0)
+
+
+def _orthogonal(module: Any) -> None:
+    torch.nn.init.orthogonal_(_linear(module).weight, gain=7.0)
+
+
+LOST: dict[str, Callable[[Any], Any]] = {
+    "trunc_normal_": lambda m: torch.nn.init.trunc_normal_(_linear(m).weight, mean=7.0, std=0.001, a=6, b=8),
+    "orthogonal_": _orthogonal,
+    "deepcopy": _twice,
+    "clones": _shared_values,
+    "bias": lambda m: setattr(_linear(m), "bias", torch.nn.Parameter(torch.full((3,), 7.0))),
+    "product": lambda m: setattr(_linear(m), "weight", torch.nn.Parameter(torch.ones(3, 3) * 7)),
+    "data": lambda m: setattr(_linear(m).bias, "data", torch.full((3,), 7.0)),
+    "registered": lambda m: _linear(m).register_parameter("bias", torch.nn.Parameter(torch.ones(3) * 7)),
+    "out": lambda m: torch.add(torch.zeros(3), 7.0, out=_linear(m).bias.data),
+    "foreach": _for_each,
+    "embedding": lambda m: setattr(
+        m, "layer", torch.nn.Embedding.from_pretrained(torch.full((3, 3), 7.0), freeze=False)
+    ),
+    "subclass": lambda m: setattr(m, "layer", WithBias()),
+    "converted": _half,
+}
+
+
+class Starts(Base):
+    """Gives its layers their first values in one of the ways of `LOST`."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+
+    def configure_model(self) -> None:
+        LOST[self.how](self)
+
+
+@pytest.mark.parametrize("how", LOST)
+def test_no_value_that_configure_model_gives_is_lost(how: str) -> None:
+    module = Starts(how)
+    note = build_model(module, 0)
+    assert note.startswith("built whole on the CPU of every rank, because it needs real tensors ("), note
+    weights = module.state_dict()
+    if how in ("deepcopy", "clones"):
+        assert torch.equal(weights["layer.weight"], weights["copied.weight"])
+        assert torch.equal(weights["layer.bias"], weights["copied.bias"])
+    elif how == "orthogonal_":
+        assert torch.allclose(weights["layer.weight"] @ weights["layer.weight"].T, 49 * torch.eye(3), atol=1e-3)
+    else:
+        assert any(torch.allclose(value.float(), torch.tensor(7.0), atol=0.01) for value in weights.values()), weights
+
+
+class BuiltInLayers(Base):
+    """Layers of torch whose own rule sets all their values, converted to another dtype."""
+
+    def configure_model(self) -> None:
+        self.layers = torch.nn.Sequential(
+            torch.nn.Conv2d(3, 4, 2),
+            torch.nn.BatchNorm2d(4),
+            torch.nn.GroupNorm(2, 4),
+            torch.nn.LayerNorm(4),
+            torch.nn.PReLU(),
+        )
+        self.recurrent = torch.nn.GRU(4, 3)
+        self.embedding = torch.nn.Embedding(5, 4, padding_idx=0)
+        self.to(torch.bfloat16)
+
+
+def test_layers_of_torch_in_another_dtype_are_built_without_memory() -> None:
+    assert build_model(BuiltInLayers(), 0).startswith("built on the meta device")
 
 
 def test_a_transformers_model_from_a_configuration_begins_as_transformers_begins_it() -> None:
