@@ -504,6 +504,10 @@ def takes_turns(module: TrainModule) -> bool:
     return "optimizer" in inspect.signature(module.training_step).parameters
 
 
+_OF_ROWS = ("y", "label", "labels", "target", "targets")
+"""Names of an argument that is part of a batch."""
+
+
 def _takes_batch_idx(kind: str, method: str, parameters: list[inspect.Parameter]) -> bool:
     """Whether a step takes (batch, batch_idx), not only (batch). Raises ConfigurationError for arguments that the loop does not pass."""
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
@@ -513,6 +517,11 @@ def _takes_batch_idx(kind: str, method: str, parameters: list[inspect.Parameter]
     where = f"{kind}.{method}({', '.join(names)})"
     if len(required) > 2 or any(p.kind is p.KEYWORD_ONLY and p.default is p.empty for p in parameters):
         raise ConfigurationError(f"{where}: the loop passes (batch) or (batch, batch_idx); remove the other arguments")
+    if len(required) == 2 and names[1] in _OF_ROWS:
+        raise ConfigurationError(
+            f"{where}: the loop passes (batch) or (batch, batch_idx), so {names[1]} would be the number of the batch; unpack the batch: "
+            f"define {method}(self, batch), and begin with {names[0]}, {names[1]} = batch"
+        )
     if not names and not takes_any:
         raise ConfigurationError(f"{where} takes no batch; define {method}(self, batch)")
     return names[1:2] == ["batch_idx"] or len(required) == 2 or takes_any

@@ -47,7 +47,8 @@ class GenerateSamples(Callback):
         self.prompts = tuple(prompts)
         self.tokenizer, self.model, self.seed, self.generate = tokenizer, model, seed, generate
         self.texts: list[str] = []
-        """The texts of the last validation, each with its prompt, in the order of the prompts. Empty on ranks that generated nothing."""
+        """The texts of the last validation, in the order of the prompts: what `generate` returned, decoded. A decoder repeats the prompt,
+        an encoder-decoder does not. Empty on ranks that generated nothing."""
 
     def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:
         self._tokenizer(module)

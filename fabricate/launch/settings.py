@@ -5,11 +5,15 @@ Owns fabricate's variables, and the rule for a setting that both set. Must not k
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping
 
 from fabricate.errors import ConfigurationError
 from fabricate.launch import accelerate_variables
 from fabricate.launch.variables import Request, flag, text
+
+_PREFIX = "FABRICATE"
+_NAMES = ("STRATEGY", "PRECISION", "PLUGINS", "PLAN_ONLY", "SETTINGS", "LAUNCHED", "PREEMPTED_FILE")
 
 
 def requests(environ: Mapping[str, str]) -> dict[str, Request]:
@@ -19,10 +23,11 @@ def requests(environ: Mapping[str, str]) -> dict[str, Request]:
     text, written as for `fabricate run`: a name with options, a number, names joined by commas, "true". Values that `accelerate launch`
     exports by default (precision "no", one accumulation step) are not requests.
 
-    Raises ConfigurationError for an invalid value, and for two different values of one setting.
+    Raises ConfigurationError for an invalid value, for two different values of one setting, and for a misspelt variable.
 
         requests({"ACCELERATE_MIXED_PRECISION": "BF16"}) == {"precision": Request("bf16", "ACCELERATE_MIXED_PRECISION")}
     """
+    _refuse_near_misses(environ)
     accelerate = {
         "strategy": accelerate_variables.strategy(environ),
         "precision": accelerate_variables.precision(environ),
@@ -56,3 +61,18 @@ def requests(environ: Mapping[str, str]) -> dict[str, Request]:
             )
         requested[name] = ours
     return requested
+
+
+def _refuse_near_misses(environ: Mapping[str, str]) -> None:
+    """Raise ConfigurationError for a variable whose name is almost one of fabricate's: it would change nothing."""
+    for variable in environ:
+        prefix, _, name = variable.partition("_")
+        if (
+            prefix == _PREFIX
+            and name not in _NAMES
+            and (near := difflib.get_close_matches(name, _NAMES, n=1, cutoff=0.75))
+        ):
+            raise ConfigurationError(
+                f"{variable}={environ[variable]!r}: fabricate reads no such environment variable; did you mean {prefix}_{near[0]}? "
+                "Rename or unset it"
+            )

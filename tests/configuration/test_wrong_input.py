@@ -291,6 +291,7 @@ def test_lightnings_setup_is_refused() -> None:
             lambda self, batch, *, more: None,
             "the loop passes (batch) or (batch, batch_idx); remove the other arguments",
         ),
+        (lambda self, x, y: None, "define training_step(self, batch), and begin with x, y = batch"),
     ],
 )
 def test_a_training_step_with_other_arguments_is_refused(step: Any, message: str) -> None:

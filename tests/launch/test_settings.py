@@ -87,11 +87,16 @@ def test_the_options_of_deepspeed_travel_with_it(tmp_path: Path) -> None:
             {"FABRICATE_STRATEGY": "ddp", "ACCELERATE_USE_FSDP": "true"},
             "FABRICATE_STRATEGY says 'ddp' and ACCELERATE_USE_FSDP says 'fsdp'",
         ),
+        ({"FABRICATE_PRECISON": "bf16"}, "FABRICATE_PRECISON='bf16': .*; did you mean FABRICATE_PRECISION\\? Rename"),
     ],
 )
 def test_a_request_that_cannot_be_honoured_is_named(environ: dict[str, str], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         requests(environ)
+
+
+def test_variables_of_other_programs_are_left_alone() -> None:
+    assert requests({"FABRICATE_HOME": "here", "FABRICATE_WORKERS": "2", "FABRICATE": "x"}) == {}
 
 
 def test_two_requests_that_agree_are_one() -> None:
