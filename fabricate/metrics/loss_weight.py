@@ -38,6 +38,7 @@ _SCALED = ("MulBackward0", "DivBackward0", "MulBackward1", "DivBackward1")
 _ADDED = ("AddBackward0", "SubBackward0")
 _REDUCED = ("MeanBackward0", "SumBackward0")
 _CROSS_ENTROPIES = ("NllLossBackward0", "NllLoss2DBackward0")
+_SELECTIONS = ("IndexBackward0", "IndexSelectBackward0", "GatherBackward0")
 _NEAR = 30
 """The number of operations before a mean that are searched for a mask."""
 
@@ -134,9 +135,10 @@ def _is_over_a_part(node: Any, rows: int | None, counts: set[int]) -> bool:
     name = type(node).__name__
     if name == "MeanBackward0" or getattr(node, "_saved_reduction", None) == _MEAN:
         below = node.next_functions[0][0]
-        return _is_masked(_through(below)) or bool(
-            rows and _elements(node) % rows and any(map(_is_masked, _near(below)))
-        )
+        selection = _through(below)
+        if rows and _elements(node) % rows:
+            return any(map(_is_masked, [selection, *_near(below)])) or _is_selection(selection, _elements(node))
+        return _is_masked(selection)  # other selections usually take one value per row
     return name == "DivBackward0" and not (counts and float(node._saved_other) in counts)
 
 
@@ -159,8 +161,14 @@ def _near(node: Any) -> list[Any]:
     return nodes
 
 
+def _is_selection(node: Any, elements: int) -> bool:
+    """Whether an operation selects, by whole numbers, `elements` values that are not the same number from each row of its tensor."""
+    rows = getattr(node, "_saved_self_sym_sizes", ())[:1]
+    return type(node).__name__ in _SELECTIONS and all(elements % size for size in rows)
+
+
 def _is_masked(node: Any) -> bool:
-    """Whether an operation selects by a boolean mask. An index of integers does not count, because it usually selects one value per row."""
+    """Whether an operation selects by a boolean mask."""
     if type(node).__name__ == "IndexBackward0":
         return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in node._saved_indices)
     return type(node).__name__ == "MaskedSelectBackward0"

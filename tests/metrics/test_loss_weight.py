@@ -135,6 +135,26 @@ def test_a_sum_over_rows_that_are_known_is_told_from_a_mean(
     assert is_sum(loss(), rows) == a_sum
 
 
+PLACES = (TARGET >= 0).nonzero().squeeze(1)
+
+
+@pytest.mark.parametrize(
+    ("loss", "rows", "over_a_part"),
+    [
+        (lambda: LOGITS.square().mean(1)[PLACES].mean(), 6, True),
+        (lambda: LOGITS.square().mean(1).index_select(0, PLACES).mean(), 6, True),
+        (lambda: mse_loss(LOGITS[PLACES], LOGITS.detach()[PLACES] + 1), 6, True),
+        (lambda: LOGITS[torch.arange(6), TARGET.clamp(min=0)].mean(), 6, False),  # one value per row
+        (lambda: LOGITS.gather(1, TARGET.clamp(min=0)[:, None]).mean(), 6, False),
+        (lambda: LOGITS.square().mean(1)[PLACES].mean(), None, False),
+    ],
+)
+def test_a_mean_over_a_selection_by_index_is_over_a_part_unless_it_has_as_many_values_per_row(
+    loss: Callable[[], torch.Tensor], rows: int | None, over_a_part: bool
+) -> None:
+    assert is_over_a_part(loss(), rows) == over_a_part
+
+
 @pytest.mark.parametrize(
     ("loss", "rows", "divisor"),
     [
