@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass
+from fractions import Fraction
 from typing import Any
 
 from fabricate.values import Every
@@ -60,10 +61,12 @@ class Due:
     def __init__(self, every: Every | None, progress: Progress, updates_per_epoch: int | None = None) -> None:
         """A share of an epoch is counted in steps, which requires `updates_per_epoch`."""
         self.counter, size = _COUNTERS[every.unit] if every is not None else ("step", 1)
-        self.amount = every.amount * size if every is not None else math.inf
+        self.amount: float | Fraction = every.amount * size if every is not None else math.inf
         if self.counter == "epoch" and self.amount < 1:
             assert updates_per_epoch is not None
-            self.counter, self.amount = "step", max(1.0, self.amount * updates_per_epoch)
+            # As a fraction, because ten times the float 0.1 * 12 is more than 12.
+            share = Fraction(self.amount).limit_denominator(1_000_000)
+            self.counter, self.amount = "step", max(Fraction(1), share * updates_per_epoch)
         self.by_clock = self.counter == "seconds"
         """Whether rank 0's clock decides, so that the ranks have to agree."""
         self.next = math.inf
@@ -73,7 +76,8 @@ class Due:
     def start(self, progress: Progress) -> None:
         """Set `next` to the first multiple after the present value of the counter."""
         if self.amount is not math.inf:
-            self.next = (getattr(progress, self.counter) // self.amount + 1) * self.amount
+            following = (getattr(progress, self.counter) // self.amount + 1) * self.amount
+            self.next = math.ceil(following) if isinstance(following, Fraction) else following
 
     def reached(self, progress: Progress) -> bool:
         """Whether it is due. True only once per multiple."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+from fractions import Fraction
 
 import pytest
 
@@ -91,3 +93,17 @@ def test_an_interval_of_never_does_not_fall_due() -> None:
 )
 def test_only_minutes_and_hours_go_by_the_clock(every: Every | None, by_clock: bool) -> None:
     assert Due(every, Progress()).by_clock is by_clock
+
+
+@pytest.mark.parametrize("share", [0.05, 0.1, 0.2, 0.25, 0.3, 1 / 3, 0.5, 0.7, 0.9])
+def test_a_share_of_an_epoch_is_due_at_the_first_update_that_completes_it(share: float) -> None:
+    exact = Fraction(share).limit_denominator(1000)
+    for updates in range(1, 60):
+        progress, epochs = Progress(), 7
+        due, seen = Due(Every(epochs=share), progress, updates), []
+        while progress.step < epochs * updates:
+            progress.step += 1
+            if due.reached(progress):
+                seen.append(progress.step)
+        amount = max(Fraction(1), exact * updates)
+        assert seen == [math.ceil(k * amount) for k in range(1, int(epochs * updates / amount) + 1)], updates
