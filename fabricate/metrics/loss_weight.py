@@ -129,6 +129,13 @@ def is_over_a_part(loss: torch.Tensor, rows: int | None = None) -> bool:
     return any(_is_over_a_part(node, rows, counts) for node in terms)
 
 
+def mean_over(loss: torch.Tensor) -> int:
+    """The number of values of which `loss` is the mean; 0 if it is no mean or has several terms."""
+    nodes = [node for node, _ in _terms(loss)]
+    is_mean = type(nodes[0]).__name__ == "MeanBackward0" or getattr(nodes[0], "_saved_reduction", None) == _MEAN
+    return _elements(nodes[0]) if len(nodes) == 1 and is_mean else 0
+
+
 def _is_over_a_part(node: Any, rows: int | None, counts: set[int]) -> bool:
     """See `is_over_a_part`. `counts`: the numbers of labels of the cross-entropies among the terms; label smoothing divides its other term
     by such a number."""

@@ -216,7 +216,10 @@ def focal(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     [
         (lambda: mse_loss(OUTPUTS[~MEASURED.isnan()], MEASURED[~MEASURED.isnan()]), "a mean over a part of its batch"),
         (lambda: OUTPUTS.mean() + OUTPUTS[MEASURED > 0].square().sum() / (MEASURED > 0).sum(), "a mean over a part"),
-        (lambda: mse_loss(OUTPUTS[torch.arange(3), torch.tensor([0, 1, 1])], torch.ones(3)), ""),
+        (lambda: mse_loss(LOGITS[torch.arange(6), TARGET.clamp(min=0)], torch.ones(6)), ""),
+        (lambda: mse_loss(LOGITS.flatten()[:20], torch.ones(20)), "the loss is a mean over 20 values for 6 rows"),
+        (lambda: LOGITS.flatten()[:20].abs().mean() * 0.5, "the loss is a mean over 20 values for 6 rows"),
+        (lambda: LOGITS.square().mean() + LOGITS.flatten()[:20].abs().mean(), ""),  # the second may be a penalty
         (lambda: cross_entropy(LOGITS, TARGET.clamp(min=0), weight=CLASSES) + LOGITS.square().mean(), "class weights"),
         (lambda: cross_entropy(LOGITS, TARGET.clamp(min=0), weight=CLASSES, label_smoothing=0.1), "class weights"),
         (lambda: 0.5 * cross_entropy(LOGITS, TARGET) + LOGITS.square().mean(), "that counts 4 of 6 labels"),

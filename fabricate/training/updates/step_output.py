@@ -13,7 +13,14 @@ import torch
 
 from fabricate.data.batches import leading_dimensions, several_labels
 from fabricate.errors import ConfigurationError, did_you_mean
-from fabricate.metrics.loss_weight import is_over_a_part, is_sum, last_operation, odd_divisor, terms_over_labels
+from fabricate.metrics.loss_weight import (
+    is_over_a_part,
+    is_sum,
+    last_operation,
+    mean_over,
+    odd_divisor,
+    terms_over_labels,
+)
 from fabricate.training.state.run_state import Run
 
 
@@ -63,6 +70,8 @@ class Made(NamedTuple):
     divisor: float | None
     """The divisor, if the loss is a sum over the batch that is divided by a number; see `odd_divisor`."""
     over_a_part: bool
+    values: int
+    """The number of values of which the loss is the mean; see `mean_over`."""
     cross_entropies: list[tuple[bool, torch.Tensor, int]]
     """The cross-entropies among the terms of the loss; see `terms_over_labels`."""
     rows: int | None
@@ -73,7 +82,8 @@ class Made(NamedTuple):
         rows = rows or None
         divisor = odd_divisor(loss, rows) if rows else None
         over_a_part, cross_entropies = is_over_a_part(loss, rows), terms_over_labels(loss)
-        return cls(last_operation(loss), is_sum(loss, rows), divisor, over_a_part, cross_entropies, rows)
+        values = mean_over(loss)
+        return cls(last_operation(loss), is_sum(loss, rows), divisor, over_a_part, values, cross_entropies, rows)
 
     def part(self) -> str:
         """The reason why the loss seems to be a mean over something other than rows; "" if there is none. Waits for the device."""
@@ -84,7 +94,13 @@ class Made(NamedTuple):
                 return f"a term of the loss is a cross-entropy that counts {float(counted):g} of {labels} labels,"
             if self.rows and labels % self.rows:
                 return f"a term of the loss is a cross-entropy of {labels} labels for {self.rows} rows,"
-        return "the loss seems to be a mean over a part of its batch" if self.over_a_part else ""
+        if self.over_a_part:
+            return "the loss seems to be a mean over a part of its batch"
+        return (
+            f"the loss is a mean over {self.values} values for {self.rows} rows"
+            if self.rows and self.values % self.rows
+            else ""
+        )
 
 
 def check_loss(run: Run, loss: Any) -> None:
