@@ -489,6 +489,7 @@ def step_function(module: TrainModule, stage: str) -> Callable[[Any, int], Any]:
         step()  # raises the error that says what to define
     turns = stage == "train" and takes_turns(module)
     parameters = [p for p in inspect.signature(step).parameters.values() if not (turns and p.name == "optimizer")]
+    _refuse_parts_of_a_batch(type(module).__name__, method, parameters)
     takes_batch_idx = _takes_batch_idx(type(module).__name__, method, parameters)
     if turns:
         if takes_batch_idx:
@@ -508,6 +509,16 @@ _OF_ROWS = ("y", "label", "labels", "target", "targets")
 """Names of an argument that is part of a batch."""
 
 
+def _refuse_parts_of_a_batch(kind: str, method: str, parameters: list[inspect.Parameter]) -> None:
+    """Raise ConfigurationError for a step that takes (x, y)."""
+    names = [p.name for p in parameters if p.default is p.empty]
+    if len(names) == 2 and names[1] in _OF_ROWS:
+        raise ConfigurationError(
+            f"{kind}.{method}({', '.join(names)}): the loop passes (batch) or (batch, batch_idx), so {names[1]} would be the number of "
+            f"the batch; unpack the batch: define {method}(self, batch), and begin with {', '.join(names)} = batch"
+        )
+
+
 def _takes_batch_idx(kind: str, method: str, parameters: list[inspect.Parameter]) -> bool:
     """Whether a step takes (batch, batch_idx), not only (batch). Raises ConfigurationError for arguments that the loop does not pass."""
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
@@ -517,11 +528,6 @@ def _takes_batch_idx(kind: str, method: str, parameters: list[inspect.Parameter]
     where = f"{kind}.{method}({', '.join(names)})"
     if len(required) > 2 or any(p.kind is p.KEYWORD_ONLY and p.default is p.empty for p in parameters):
         raise ConfigurationError(f"{where}: the loop passes (batch) or (batch, batch_idx); remove the other arguments")
-    if len(required) == 2 and names[1] in _OF_ROWS:
-        raise ConfigurationError(
-            f"{where}: the loop passes (batch) or (batch, batch_idx), so {names[1]} would be the number of the batch; unpack the batch: "
-            f"define {method}(self, batch), and begin with {names[0]}, {names[1]} = batch"
-        )
     if not names and not takes_any:
         raise ConfigurationError(f"{where} takes no batch; define {method}(self, batch)")
     return names[1:2] == ["batch_idx"] or len(required) == 2 or takes_any

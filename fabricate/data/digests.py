@@ -10,6 +10,8 @@ import numpy as np
 import torch
 import xxhash
 
+from fabricate.data.flat_bytes import flat_bytes
+
 
 def digest(rows: Any) -> str:
     """A digest of `rows`, equal for equal rows. It covers tensors, arrays, text, bytes, numbers and collections of them; of any other
@@ -25,7 +27,7 @@ def _add(hasher: Any, value: Any) -> None:
         dense = value.detach().cpu()
         dense = dense.to_dense() if dense.layout is not torch.strided else dense
         hasher.update(str(tuple(dense.shape)).encode())
-        hasher.update(dense.contiguous().reshape(-1).view(torch.uint8).numpy())
+        hasher.update(flat_bytes(dense).numpy())
     elif isinstance(value, np.ndarray | np.generic):
         hasher.update(str(value.shape).encode())
         if value.dtype == object:

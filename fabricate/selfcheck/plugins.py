@@ -23,6 +23,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from fabricate.checkpoint.format.directory import Reader
 from fabricate.checkpoint.state.logical import load_model
+from fabricate.data.flat_bytes import flat_bytes
 from fabricate.hooks import Callback, hookimpl
 from fabricate.module import TrainModule
 from fabricate.selfcheck.requests import TRAIN_DATA, Rehearsal, Trial
@@ -197,7 +198,7 @@ def _digest(value: Any) -> str:
             return f"tensor {value.dtype} {tuple(value.shape)}"
         if is_sharded(value):
             value = value.to_local()
-        data = bytes(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+        data = bytes(flat_bytes(value.cpu()).numpy())
     else:
         data = value.tobytes()[:_LARGEST] if value.dtype != object else b""
     return f"{type(value).__name__} {value.dtype} {tuple(value.shape)} {hashlib.sha256(data).hexdigest()[:12]}"

@@ -153,10 +153,12 @@ class Columns(Part):
         import torch
         import torch.distributed as dist
 
+        from fabricate.data.flat_bytes import flat_bytes
+
         size = flat.element_size()
         backends = dist.get_backend_config(self._group)
         device = flat.device if flat.device.type in backends else torch.device("cuda", torch.cuda.current_device())
-        data = flat.detach().contiguous().view(torch.uint8).to(device)
+        data = flat_bytes(flat).to(device)
         answer = data.new_empty(sum(received) * size)
         dist.all_to_all_single(answer, data, [n * size for n in received], [n * size for n in sent], group=self._group)
         return list(torch.split(answer.to(flat.device).view(flat.dtype), received))
@@ -200,11 +202,12 @@ def is_sharded(value: object) -> TypeGuard[DTensor]:
 def broadcast(tensor: torch.Tensor) -> None:
     """Copy rank 0's values of `tensor` to every rank, in place. All ranks. Sends contiguous bytes, because NCCL does not support every
     dtype and layout."""
-    import torch
     import torch.distributed as dist
 
+    from fabricate.data.flat_bytes import flat_bytes
+
     values = tensor.detach().contiguous()
-    dist.broadcast(values.reshape(-1).view(torch.uint8), src=0)
+    dist.broadcast(flat_bytes(values), src=0)
     if values.data_ptr() != tensor.data_ptr():
         tensor.detach().copy_(values)
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from fabricate.checkpoint.format.directory import ITEM_SIZES, Chunk
+from fabricate.data.flat_bytes import flat_bytes
 
 _HUGE = 2**22  # from this size on, copies use huge pages of 2 MiB
 _ALIGNMENT = 64
@@ -199,5 +200,5 @@ def held(tensor: torch.Tensor) -> Values:
 
 
 def bytes_of(tensor: torch.Tensor) -> Any:
-    flat = tensor.detach().reshape(-1).contiguous().cpu()
-    return memoryview(flat.view(torch.uint8).numpy() if flat.numel() else b"")  # type: ignore[arg-type]
+    flat = flat_bytes(tensor).cpu()
+    return memoryview(flat.numpy() if flat.numel() else b"")  # type: ignore[arg-type]

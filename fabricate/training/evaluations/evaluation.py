@@ -16,6 +16,7 @@ import torch
 
 from fabricate.checkpoint.format.codec import decode, encode
 from fabricate.data.batches import EvalBatch, rows_of, rows_that_came, several_labels, visible_rows
+from fabricate.data.flat_bytes import flat_bytes
 from fabricate.data.source import Source
 from fabricate.distributed.group import looking_alone
 from fabricate.errors import ConfigurationError
@@ -366,7 +367,7 @@ def _gather_rows(run: Run, indices: list[int], outputs: list[Any]) -> list[Any] 
     flat = torch.cat(
         [
             torch.empty(0, dtype=torch.uint8),
-            *(t.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for t in tensors),
+            *(flat_bytes(t.cpu()) for t in tensors),
         ]
     )
     parts = run.engine.send(flat.numpy().data)
