@@ -311,3 +311,37 @@ def evaluated_without_gradients(strategies: tuple[str, ...]) -> list[dict[str, f
 def test_a_script_may_evaluate_under_no_grad_on_several_ranks() -> None:
     for evaluations in run_ranks(evaluated_without_gradients, 2, ("ddp", "fsdp", "zero1")):
         assert all(metrics.keys() == {"val_loss"} for metrics in evaluations), evaluations
+
+
+class Collects(Regression):
+    """Collects its outputs in a list, counts rows and logs a sum, as users of other frameworks write it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.collected: list[float] = []
+        self.count = torch.zeros(())
+
+    def validation_step(self, batch: Any) -> None:
+        self.collected.extend(self.layers(batch[0]).flatten().tolist())
+        self.count += len(batch[0])
+        self.rows = getattr(self, "rows", 0) + len(batch[0])
+
+    def predict_step(self, batch: Any) -> torch.Tensor:
+        self.validation_step(batch)
+        return batch[0]
+
+
+def collected(strategies: tuple[str, ...]) -> list[tuple[int, int, int]]:
+    counts = []
+    for strategy in strategies:
+        for ask in ("validate", "predict"):
+            module = Collects()
+            getattr(Trainer(strategy=strategy, progress=False, print_plan="none"), ask)(module, ROWS[:5], batch_size=2)
+            counts.append((len(module.collected), int(module.count), module.rows))
+    return counts
+
+
+def test_what_a_step_collects_for_a_stand_in_is_not_kept() -> None:
+    """Of 3 batches, rank 1 has one; under strategies that gather parameters it computes a second one without rows of its own."""
+    one, other = run_ranks(collected, 2, ("ddp", "fsdp", "zero3"))
+    assert [tuple(map(sum, zip(*pair, strict=True))) for pair in zip(one, other, strict=True)] == [(5, 5, 5)] * 6

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -27,6 +27,7 @@ from fabricate.module import STEPS, TrainModule, overrides, refusing_logs
 from fabricate.seeding import rng_state, set_rng_state
 from fabricate.training.evaluations.evaluated import Evaluated, new_metrics, prefix_of, share_objects
 from fabricate.training.interruptions.overdue import waiting
+from fabricate.training.saves.attributes import remembered
 from fabricate.training.state.run_state import Run
 from fabricate.training.updates.optimizer_modes import meant_weights
 from fabricate.training.updates.step_output import one_weight
@@ -135,7 +136,7 @@ def _evaluate_source(run: Run, source: Source, stage: str, most: int | None) -> 
     rows = Rows(run) if overrides(module, "compute_metrics") else None
     watch: CrossEntropies | None = CrossEntropies()
     for item, batch in _batches(run, source, most):
-        restore = snapshot_torchmetrics(module) if item.rows == 0 else None
+        restore = _before_stand_in(module) if item.rows == 0 else None
         with watch or contextlib.nullcontext():
             output = _step(run, batch, stage)
         if restore is not None:  # a stand-in ran only because collectives need every rank: discard its results
@@ -227,6 +228,18 @@ def _batches(run: Run, source: Source, most: int | None = None) -> Iterator[tupl
         run.reached(run.progress.step, run.progress.micro_step, -1)
 
 
+def _before_stand_in(module: TrainModule) -> Callable[[], None]:
+    """Record what a step may change in `module`: torchmetrics objects and attributes, such as a list of outputs. The returned function
+    restores it after a stand-in, which has no row of its own."""
+    restore_metrics, restore_attributes = snapshot_torchmetrics(module), remembered(module)
+
+    def restore() -> None:
+        restore_attributes()
+        restore_metrics()
+
+    return restore
+
+
 def _step(run: Run, batch: Any, stage: str) -> Any:
     """The output of the module's step for one batch on the device."""
     if run.calls.eval_step is None:  # no plugin wraps the step
@@ -281,9 +294,12 @@ def predict(run: Run, sources: Mapping[str, Source]) -> list[Any] | dict[str, li
         for name, source in sources.items():
             run.now.data_set = name
             for item, batch in _batches(run, source):
+                restore = _before_stand_in(module) if item.rows == 0 else None
                 output = _step(run, batch, "predict")
                 kept_elsewhere = isinstance(output, tuple) and not output
-                if item.rows != 0 and not kept_elsewhere:  # rows is 0 for a stand-in
+                if restore is not None:
+                    restore()
+                elif not kept_elsewhere:
                     predicted[name].add(output, item, "predict_step returned")
             check_first(run, source)
         run.now.data_set = ""

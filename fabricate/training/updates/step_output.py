@@ -198,7 +198,7 @@ def _note_rows(run: Run, made: Made) -> None:
     run.journal.note(
         f"{why} and the loss is not a plain cross-entropy (it comes from {made.operation}), so this loss is weighted by "
         "the number of rows of its batch. Where rows have unequal numbers of labels, return {'loss': loss, 'weight': the number that "
-        "the mean was taken over} from training_step"
+        "the mean was taken over} from training_step, and a weight with the metrics of validation_step"
     )
 
 
