@@ -98,10 +98,10 @@ def odd_divisor(loss: torch.Tensor, rows: int) -> float | None:
 
 def _counts(number: float, rows: int, sizes: tuple[int, ...]) -> bool:
     """Whether `number` is the number of rows, or of elements along some dimensions of a tensor of these `sizes`, whose first dimension is
-    rows."""
-    possible = {float(rows)}
-    for place, size in enumerate(sizes):
-        possible = {float(size)} | possible if not place else possible | {each * size for each in possible}
+    rows, or as many parts of each row."""
+    possible = {float(rows), float(sizes[0])} if sizes and sizes[0] % rows == 0 else {float(rows)}
+    for size in sizes[1:]:
+        possible |= {each * size for each in possible}
     return any(math.isclose(number, each, rel_tol=1e-6) for each in possible)
 
 
