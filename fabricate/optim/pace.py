@@ -36,6 +36,8 @@ def _signs(made: Any, total_steps: int | None, per_epoch: int | None) -> Iterato
     epoch = per_epoch if per_epoch is not None and total_steps is not None and total_steps > per_epoch else 0
     if isinstance(made, lr_scheduler.StepLR) and made.step_size < epoch:
         yield f"its step_size of {made.step_size} is less than the {epoch} updates of an epoch"
+    elif isinstance(made, lr_scheduler.StepLR) and made.gamma ** (half // made.step_size) < LEAST:
+        yield f"after {half} updates the rate is {made.gamma ** (half // made.step_size):.0e} of its start"
     elif isinstance(made, lr_scheduler.MultiStepLR) and made.milestones and max(made.milestones) < epoch:
         yield f"its last milestone, {max(made.milestones)}, is less than the {epoch} updates of an epoch"
     elif isinstance(made, lr_scheduler.ExponentialLR) and made.gamma**half < LEAST:

@@ -79,7 +79,9 @@ def _load_best(run: Run) -> None:
         )
     path, score = best
     resuming.load_weights_only(run, path)
-    run.module.print(f"the weights are those of {path} ({run.settings.keep['metric']} {score:g})")
+    run.module.print(
+        f"the weights are those of {path} ({run.settings.keep['metric']} {score:g}); the metrics of the result are those of the last update"
+    )
 
 
 def _export(run: Run) -> None:

@@ -379,6 +379,16 @@ def test_a_schedule_that_looks_as_if_it_were_meant_per_epoch_gets_a_note() -> No
         assert _pace(factory(torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.5))) == []
 
 
+def test_a_step_schedule_that_ends_training_within_one_epoch_gets_a_note() -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.5)
+    for size, noted in ((1, True), (5, False)):
+        schedules = {"main": Schedule(lr_scheduler.StepLR(optimizer, size), "step", "text")}
+        notes = notes_of_pace(schedules, total_steps=15, per_epoch=15)
+        assert [note.partition(";")[0] for note in notes] == [
+            "StepLR advances once per update, and after 7 updates the rate is 1e-07 of its start"
+        ] * noted
+
+
 def test_the_note_about_the_pace_is_in_the_plan(tmp_path: Path) -> None:
     fit(lambda trainer, o: (o, lr_scheduler.StepLR(o, 1)), run_dir=tmp_path)
     (note,) = json.loads((tmp_path / "plan.json").read_text())["notes"]

@@ -175,7 +175,7 @@ def test_another_number_logged_as_loss_is_refused() -> None:
         fit(Logs())
 
 
-def test_a_learning_rate_and_a_norm_that_a_step_logs_are_kept() -> None:
+def test_a_learning_rate_and_a_norm_that_a_step_logs_are_kept(capsys: pytest.CaptureFixture[str]) -> None:
     class Logs(Regression):
         def on_step(self) -> None:
             self.log("lr", 42)
@@ -183,6 +183,20 @@ def test_a_learning_rate_and_a_norm_that_a_step_logs_are_kept() -> None:
 
     metrics = fit(Logs(), max_grad_norm=1.0, log_every=1).metrics
     assert (metrics["lr"], metrics["grad_norm"]) == (42, 43)
+    assert capsys.readouterr().err.count("logs grad_norm, lr, a name under which the loop records a value too") == 1
+
+
+def test_a_name_of_the_validation_or_of_an_epochs_mean_that_a_step_logs_gets_a_note(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    class Logs(Regression):
+        def on_step(self) -> None:
+            self.log("val_loss", 1)
+            self.log("epoch_loss", 2)
+            self.log("epoch_time", 3)
+
+    fit(Logs(), val=ROWS, log_every=1, validate_every=1, sanity_batches=1)
+    assert "logs epoch_loss, val_loss, a name under which" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -7,11 +7,12 @@ line. Must not know: when a line is due (`boundary`).
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from typing import Any
 
 import torch
 
-from fabricate.errors import ConfigurationError, FabricateError
+from fabricate.errors import ConfigurationError, FabricateError, few
 from fabricate.module import refusing_logs
 from fabricate.registry.hook_calls import Call
 from fabricate.training.state.journal import Begun
@@ -67,6 +68,7 @@ def write_line(run: Run) -> None:
     run.progress.tokens += tokens
     if begun.rest and not metrics:
         return
+    _note_taken_names(run, metrics, begun.names)
     # a value that a step logged under the same name takes precedence
     metrics = dict(zip(begun.names, beside, strict=True)) | metrics
     run.journal.write_metrics("train", metrics, begun.epoch, begun)
@@ -74,6 +76,20 @@ def write_line(run: Run) -> None:
         _show(run, run.calls.on_log, metrics, begun.step)
     if not begun.rest:
         stop_if_nonfinite(run, metrics, begun.step)
+
+
+def _note_taken_names(run: Run, logged: dict[str, float], of_the_loop: Collection[str]) -> None:
+    """Note values that a step or a hook logged under names of the loop: learning rates, the norm, means of epochs, validation metrics."""
+    taken = [
+        name
+        for name in logged
+        if name in of_the_loop or name in run.journal.validated or (name.startswith("epoch_") and name[6:] in logged)
+    ]
+    if taken:
+        run.journal.note(
+            f"a step or a hook logs {few(taken)}, a name under which the loop records a value too: lines of the training have your value, "
+            "and not that of the loop. Log it under another name, unless that is meant"
+        )
 
 
 def _show(run: Run, on_log: Call, metrics: dict[str, float], step: int) -> None:

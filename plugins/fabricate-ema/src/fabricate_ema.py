@@ -82,7 +82,11 @@ class EMA(Callback):
         self._complete = True
         self._show(average=True)
 
-    def on_fit_end(self) -> None:
+    def on_fit_end(self, module: TrainModule) -> None:
+        if self._complete:
+            module.print(
+                "ema: the module holds the trained weights; RUN_DIR/model/ and the validations have their average"
+            )
         self._show(average=False)
 
     def on_save(self, state: MutableMapping[str, Any]) -> None:
