@@ -36,12 +36,10 @@ def _signs(made: Any, total_steps: int | None, per_epoch: int | None) -> Iterato
     epoch = per_epoch if per_epoch is not None and total_steps is not None and total_steps > per_epoch else 0
     if isinstance(made, lr_scheduler.StepLR) and made.step_size < epoch:
         yield f"its step_size of {made.step_size} is less than the {epoch} updates of an epoch"
-    elif isinstance(made, lr_scheduler.StepLR) and made.gamma ** (half // made.step_size) < LEAST:
-        yield f"after {half} updates the rate is {made.gamma ** (half // made.step_size):.0e} of its start"
     elif isinstance(made, lr_scheduler.MultiStepLR) and made.milestones and max(made.milestones) < epoch:
         yield f"its last milestone, {max(made.milestones)}, is less than the {epoch} updates of an epoch"
-    elif isinstance(made, lr_scheduler.ExponentialLR) and made.gamma**half < LEAST:
-        yield f"after {half} updates the rate is {made.gamma**half:.0e} of its start"
+    elif isinstance(made, lr_scheduler.StepLR | lr_scheduler.ExponentialLR):
+        yield from _signs_of_decay(made.gamma ** (half // getattr(made, "step_size", 1)), half)
     elif isinstance(made, lr_scheduler.LambdaLR):
         yield from _signs_of_functions(made.lr_lambdas, half)
     elif isinstance(made, lr_scheduler.SequentialLR | lr_scheduler.ChainedScheduler):
@@ -49,12 +47,17 @@ def _signs(made: Any, total_steps: int | None, per_epoch: int | None) -> Iterato
             yield from _signs(part, total_steps, per_epoch)
 
 
+def _signs_of_decay(left: float, half: int) -> Iterator[str]:
+    if left < LEAST:
+        yield f"after {half} updates the rate is {left:.0e} of its start"
+
+
 def _signs_of_functions(functions: Iterable[Any], half: int) -> Iterator[str]:
     for function in functions:
         if (name := _first_argument(function)).startswith("epoch"):
             yield f"its function takes {name!r}"
-        elif half and function(half) < LEAST:
-            yield f"after {half} updates the rate is {function(half):.0e} of its start"
+        elif half:
+            yield from _signs_of_decay(function(half), half)
 
 
 def _first_argument(function: Any) -> str:
