@@ -8,15 +8,25 @@ import re
 import subprocess
 import sys
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import datasets
 import pytest
 import torch
+from accelerate.state import AcceleratorState, GradientState, PartialState
 from fabricate_text import Pad, pack, tokenize_chats, tokenize_completions
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+@pytest.fixture(autouse=True)
+def _own_state() -> Iterator[None]:
+    """TRL's trainers make an Accelerator, whose shared state would stay."""
+    yield
+    for kind in (PartialState, AcceleratorState, GradientState):
+        kind._shared_state.clear()
 
 
 @pytest.fixture(scope="module", autouse=True)
