@@ -130,7 +130,7 @@ def is_over_a_part(loss: torch.Tensor, rows: int | None = None) -> bool:
 
 
 def mean_over(loss: torch.Tensor) -> int:
-    """The number of values of which `loss` is the mean; 0 if it is no mean or has several terms."""
+    """How many values `loss` averages; 0 if it is no mean or has several terms."""
     nodes = [node for node, _ in _terms(loss)]
     is_mean = type(nodes[0]).__name__ == "MeanBackward0" or getattr(nodes[0], "_saved_reduction", None) == _MEAN
     return _elements(nodes[0]) if len(nodes) == 1 and is_mean else 0

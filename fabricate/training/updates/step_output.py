@@ -71,7 +71,7 @@ class Made(NamedTuple):
     """The divisor, if the loss is a sum over the batch that is divided by a number; see `odd_divisor`."""
     over_a_part: bool
     values: int
-    """The number of values of which the loss is the mean; see `mean_over`."""
+    """How many values the loss averages; 0 if it is no mean or has several terms."""
     cross_entropies: list[tuple[bool, torch.Tensor, int]]
     """The cross-entropies among the terms of the loss; see `terms_over_labels`."""
     rows: int | None

@@ -62,8 +62,7 @@ class EMA(Callback):
                 self._parts[name] = part, part.memory.to(torch.promote_types(part.dtype, torch.float32), copy=True)
         for name, saved in averages.items():
             part, average = self._parts[name]
-            own = part.over(average)
-            own.write(saved.flatten()[own.start : own.start + own.count])
+            part.over(average).write(saved.flatten()[part.start : part.start + part.count])
 
     def on_step(self, step: int) -> None:
         import torch
@@ -78,15 +77,12 @@ class EMA(Callback):
     def on_eval_end(self) -> None:
         self._show(average=self._complete)
 
-    def on_complete(self) -> None:
+    def on_complete(self, module: TrainModule) -> None:
+        module.print("ema: RUN_DIR/model/ and validations use the average; the module gets the trained weights back")
         self._complete = True
         self._show(average=True)
 
-    def on_fit_end(self, module: TrainModule) -> None:
-        if self._complete:
-            module.print(
-                "ema: the module holds the trained weights; RUN_DIR/model/ and the validations have their average"
-            )
+    def on_fit_end(self) -> None:
         self._show(average=False)
 
     def on_save(self, state: MutableMapping[str, Any]) -> None:
