@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import math
 import os
 import random
 import weakref
@@ -303,7 +304,17 @@ def test_the_best_weights_need_to_be_known(tmp_path: Path) -> None:
             fit(load_best=True, **arguments)
     keep = {"best": 1, "metric": "accuracy", "mode": "max"}
     with pytest.raises(ConfigurationError, match=r"no checkpoint of this run recorded 'accuracy'; recorded are .*loss"):
-        fit(load_best=True, run_dir=tmp_path, keep=keep)
+        fit(load_best=True, run_dir=tmp_path / "absent", keep=keep)
+    keep = {"best": 1, "metric": "val_loss"}
+    with pytest.raises(ConfigurationError, match=r"'val_loss' was nan in every checkpoint of this run"):
+        fit(
+            Scripted([math.nan] * 2),
+            load_best=True,
+            run_dir=tmp_path / "nan",
+            keep=keep,
+            val=ROWS[:2],
+            validate_every=1,
+        )
 
 
 def test_counters_and_metrics_are_readable_after_a_fit() -> None:

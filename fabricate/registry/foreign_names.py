@@ -239,6 +239,21 @@ ARGUMENTS = {
     "dataloader_config": "nothing: fabricate divides the data over the ranks",
     "step_scheduler_with_optimizer": "nothing: a schedule advances once per update, or per epoch: (optimizer, scheduler, 'epoch')",
     "kwargs_handlers": "options of the strategy or the precision: 'ddp:find_unused_parameters=true'",
+    # other names that users try
+    "device": "the launcher, or ACCELERATE_USE_CPU=true",
+    "world_size": _LAUNCHER,
+    "amp": "precision='bf16' or 'fp16'",
+    "verbose": "progress= and log_every=",
+    "log_dir": "run_dir=",
+    "metrics": "self.log in training_step and validation_step",
+    "monitor": _BEST,
+    "patience": "plugins=[EarlyStopping('val_loss', patience=3)]",
+    "early_stopping": "plugins=[EarlyStopping('val_loss', patience=3)]",
+    "scheduler": _SCHEDULE,
+    "loss_fn": "training_step, which returns the loss",
+    "criterion": "training_step, which returns the loss",
+    "val_loader": "fit(module, train, val)",
+    "shuffle": "fit(..., shuffle=)",
 }
 """Arguments of a trainer."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 from pathlib import Path
@@ -73,6 +74,11 @@ def _load_best(run: Run) -> None:
     best = resuming.best(run)
     if best is None:
         metric = run.settings.keep["metric"]
+        if math.isnan(run.journal.latest.get(metric, 0.0)):
+            raise ConfigurationError(
+                f"load_best=True: {metric!r} was nan in every checkpoint of this run, so none is the best; correct the metric, or name "
+                "another one in keep={'best': 1, 'metric': ...}"
+            )
         raise ConfigurationError(
             f"load_best=True: no checkpoint of this run recorded {metric!r}; recorded are {', '.join(run.journal.latest) or 'none'}: "
             "name one in keep={'best': 1, 'metric': ...}"

@@ -67,6 +67,7 @@ def prepare_fit(run: Run, resolved: Resolved, data: Data, resume: str | os.PathL
     assert run.source is not None
     settings, engine = run.settings, run.engine
     _check_validation(run)
+    _note_few_rows(run)
     refuse_max_norm(run.module, engine.strategy, engine.world_size)
     _configure_optimizers(run)
     plan = _plan(run, resolved, data)
@@ -145,6 +146,14 @@ def _check_validation(run: Run) -> None:
             f"keep: the best checkpoints are chosen by {keep['metric']!r}, but this fit has no validation; pass "
             "val= to fit and set validate_every so that at least one validation takes place, or name another metric"
         )
+
+
+def _note_few_rows(run: Run) -> None:
+    """Note training data that is smaller than the batch of one update."""
+    assert run.source is not None
+    rows, batch = run.source.num_samples, run.source.global_batch
+    if rows is not None and batch is not None and rows < batch:
+        run.notes.append(f"train has {rows} rows, fewer than the {batch} rows of an update, so each update has {rows}")
 
 
 def _configure_optimizers(run: Run) -> None:

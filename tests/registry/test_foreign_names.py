@@ -93,6 +93,8 @@ def test_an_argument_of_transformers_or_accelerate_is_never_taken_for_another() 
         ("auto_scale_batch_size", "; use fit(..., batch_size=BatchSizeFinder())"),
         ("auto_find_batch_size", "; use fit(..., batch_size=BatchSizeFinder())"),
         ("model_summary", "; use plugins=[ModelSummary()]"),
+        ("device", "; use the launcher, or ACCELERATE_USE_CPU=true"),
+        ("patience", "; use plugins=[EarlyStopping('val_loss', patience=3)]"),
         ("inference_mode", "; leave it out: evaluations run without gradients"),
         ("max_step", "; did you mean 'max_steps'?"),
         ("nonsense", ""),

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from fabricate import ConfigurationError, EarlyStopping
+from fabricate import ConfigurationError, EarlyStopping, Trainer
 from tests.support.regression import ROWS, Regression, fit
 
 
@@ -52,6 +52,15 @@ def test_the_default_in_a_fit_shorter_than_an_epoch_is_a_note(capsys: pytest.Cap
     assert "validate_every='1 epoch' is longer than this fit of 2 updates" in capsys.readouterr().out
     fit(val=ROWS, max_steps=4)
     assert "is longer than this fit" not in capsys.readouterr().out
+
+
+def test_data_smaller_than_the_batch_of_an_update_is_noted(capsys: pytest.CaptureFixture[str]) -> None:
+    note = f"train has {len(ROWS)} rows, fewer than the 64 rows of an update, so each update has {len(ROWS)}"
+    trainer = Trainer(max_steps=1, progress=False)
+    trainer.fit(Regression(), ROWS, batch_size=64)
+    assert note in capsys.readouterr().out
+    trainer.fit(Regression(), ROWS, batch_size=len(ROWS))
+    assert "fewer than" not in capsys.readouterr().out
 
 
 def test_a_metric_of_a_validation_that_never_comes_keeps_no_checkpoint(tmp_path: Path) -> None:
