@@ -341,7 +341,8 @@ def import_(source: Path, out: Path, rename: tuple[str, ...], key: str | None, s
     "--keep",
     metavar="RULE",
     required=True,
-    help="last=N, best=N, and for best metric=NAME (default: val_loss) and mode=min or max, joined by commas.",
+    help="last=N, best=N, and for best metric=NAME and mode=min or max, joined by commas. The default metric and mode are those of the "
+    "run's Trainer(keep=), or else val_loss and min.",
 )
 @click.option("--yes", is_flag=True, help="Delete. Without it, checkpoints are only listed.")
 def prune(run_dir: Path, keep: str, yes: bool) -> None:
@@ -359,7 +360,8 @@ def prune(run_dir: Path, keep: str, yes: bool) -> None:
     from fabricate.checkpoint.format.directory import prune as delete
     from fabricate.checkpoint.format.lock import locked
 
-    rule, root = _rule(keep), _root(run_dir)
+    root = _root(run_dir)
+    rule = _rule(keep, root.parent)
     with locked(root.parent) if yes else contextlib.nullcontext():
         checkpoints = committed(root)
         good, kept = _good_and_kept(checkpoints, rule)
@@ -368,6 +370,8 @@ def prune(run_dir: Path, keep: str, yes: bool) -> None:
         surplus = [path for path in good if path not in kept]
         if yes:
             delete(surplus)
+    if "best" in rule:
+        click.echo(f"best by {rule['metric']} ({rule['mode']})")
     fate = "deleted" if yes else "would be deleted"
     for path in checkpoints:
         state = "kept" if path in kept else fate if path in surplus else "damaged, left as it is"
@@ -392,8 +396,10 @@ def _good_and_kept(checkpoints: list[Path], rule: Mapping[str, Any]) -> tuple[li
         good = [path for path in good if path not in damaged]
 
 
-def _rule(text: str) -> dict[str, Any]:
-    """The value of `--keep` in the form of `Trainer(keep=)`. Raises ConfigurationError if it is not valid."""
+def _rule(text: str, run_dir: Path) -> dict[str, Any]:
+    """The value of `--keep` in the form of `Trainer(keep=)`, by default with the metric and mode of the run. Raises
+    ConfigurationError if it is not valid."""
+    from fabricate.checkpoint.format.retention import keep_of
     from fabricate.configuration.arguments import parse_keep
 
     rule: dict[str, Any] = {}
@@ -406,6 +412,9 @@ def _rule(text: str) -> dict[str, Any]:
         rule[name] = int(value) if value.isdecimal() else value
     if rule.keys() <= {"metric", "mode"}:
         raise ConfigurationError(f"--keep {text!r} keeps nothing. Give last=N, best=N or both")
+    of_run = keep_of(run_dir) if "best" in rule else None
+    if of_run is not None and rule.get("metric", of_run["metric"]) == of_run["metric"]:
+        rule = {"metric": of_run["metric"], "mode": of_run["mode"], **rule}
     return parse_keep("keep", rule)
 
 

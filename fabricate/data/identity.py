@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -47,6 +48,28 @@ def indices(data: Any, samplers: Iterable[Any]) -> str | None:
     own = [getattr(sampler, "indices", None) for sampler in samplers]
     listed += [each for each in own if isinstance(each, Sequence | np.ndarray | torch.Tensor)]
     return digest([np.asarray(each) for each in listed]) if listed else None
+
+
+def held(data: Any) -> list[Any]:
+    """What determines the rows of `data` and can be compared without reading one: the indices of `Subset`s, and samples of what a data set
+    holds: lists of names or numbers, and tensors and arrays with one item per row."""
+    if isinstance(data, Subset):
+        return [np.asarray(data.indices), *held(data.dataset)]
+    if isinstance(data, ConcatDataset | StackDataset):
+        parts = data.datasets.values() if isinstance(data.datasets, dict) else data.datasets
+        return [each for part in parts for each in held(part)]
+    length = len(data) if hasattr(data, "__len__") else None
+    rows = [each for each in _attributes(data) if len(each) == length]
+    lists = [value for _, value in sorted(getattr(data, "__dict__", {}).items()) if type(value) in (list, tuple)]
+    return [*map(_sample, rows), *([_name(entry) for entry in _sample(each)[1]] for each in lists)]
+
+
+def _name(entry: Any) -> Any:
+    """A number, a text, or the last part of a path, because folders may differ between nodes; of a tuple its first item. Else None."""
+    first = entry[0] if isinstance(entry, tuple) and entry else entry
+    if isinstance(first, str | os.PathLike):
+        return os.path.basename(first)
+    return first if isinstance(first, int) else None
 
 
 def _is_table(data: Any) -> bool:

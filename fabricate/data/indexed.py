@@ -24,6 +24,7 @@ from torch.utils.data import (
 
 from fabricate.data.batches import EvalBatch, Window
 from fabricate.data.digests import digest
+from fabricate.data.identity import held
 from fabricate.data.order import Share, batch_seed, plan_window
 from fabricate.data.random_scope import RandomScope, begin_epoch, seed_generators, set_epoch
 from fabricate.data.source import Setup, Source, Watch, first_other
@@ -134,6 +135,9 @@ class Indexed(Source):
             f"train has {now} rows now, but had {self._length} when the fit began. The fit does not read the rows that were added "
             "since then. For data that grows, give an iterable that yields the rows there are, or call fit again"
         )
+
+    def held(self) -> str:
+        return digest(held(self.data))
 
     def probe(self) -> str:
         """See `Source.probe`. Returns "" if worker processes read a data set that is not in memory, because it may open files in the first

@@ -66,6 +66,9 @@ class Sequential(Source):
         super().__init__(setup, kind, batch_size=batch_size, units=units, resumes=resumes, shuffle=None)
         self.has_state = has_state
         self.data = data
+        self.stream_readers = (
+            max(1, data.num_workers) if isinstance(data, DataLoader) and _is_loaded_stream(data) else None
+        )
         self._collate = collate
         self.exact_rows = collate in (None, default_collate)
         self._in_worker = self.in_workers = in_worker
@@ -217,10 +220,7 @@ class _Workers:
     these batches are equal but the following one differs, the workers read the same rows; if it is equal too, all rows may be equal."""
 
     def __init__(self, data: Any) -> None:
-        is_stream = (
-            isinstance(data, DataLoader) and isinstance(data.dataset, IterableDataset) and not has_own_loop(data)
-        )
-        self.number = data.num_workers if is_stream and data.num_workers > 1 else 0
+        self.number = data.num_workers if _is_loaded_stream(data) and data.num_workers > 1 else 0
         self._missing = self.number + 1 if self.number else 0
         self._first: list[str] = []
 
@@ -317,8 +317,13 @@ def _chunks(cursor: _Cursor, size: int, drop_last: bool) -> Iterator[tuple[list[
 def _runs_no_code_here(data: Any) -> bool:
     """Whether no user code runs in this process while `data` is read."""
     if isinstance(data, DataLoader):  # a loader over a stream only collects the batches of its workers
-        return isinstance(data.dataset, IterableDataset) and data.num_workers > 0 and not has_own_loop(data)
+        return _is_loaded_stream(data) and data.num_workers > 0
     return type(data) in (list, tuple)
+
+
+def _is_loaded_stream(data: Any) -> bool:
+    """Whether `data` is torch's DataLoader over a stream."""
+    return isinstance(data, DataLoader) and isinstance(data.dataset, IterableDataset) and not has_own_loop(data)
 
 
 def _unchanged(item: Any) -> Any:

@@ -124,6 +124,8 @@ class Source(ABC):
     """The user's objects that determine the order of the rows, if there are any."""
     state: Any = None
     first: str = ""
+    stream_readers: int | None = None
+    """The number of processes that divide a stream among them, if a DataLoader reads it; the order depends on this number."""
     in_workers: bool = False
     """Whether worker processes read the data."""
     order_digest: str = ""
@@ -224,6 +226,10 @@ class Source(ABC):
     def unlike(self, everyone: Sequence[str]) -> ConfigurationError | None:
         """The error to raise if `first` differs between ranks, else None. `everyone`: its values in rank order."""
         return self.different(everyone, "other first rows")
+
+    def held(self) -> str:
+        """A digest of what determines the rows and is known without reading one; see `fabricate.data.identity.held`."""
+        return ""
 
     def probe(self) -> str:
         """A digest of some rows, which are read only for this; "" if reading them could do harm. Random generators are left unchanged."""

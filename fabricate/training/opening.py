@@ -320,17 +320,17 @@ def _base(module: TrainModule) -> dict[str, str]:
 
 
 def _check_data(run: Run) -> None:
-    """Compare the number of rows, and some of the rows, between the ranks. All ranks."""
+    """Compare between the ranks the number of rows, what determines the rows, and some of the rows. All ranks."""
     sources = [source for source in (run.source, *run.validation.values()) if source is not None]
     if run.engine.world_size == 1:
         return
-    mine = [[source.num_units, source.probe()] for source in sources]
+    mine = [[source.num_units, source.held(), source.probe()] for source in sources]
     if run.engine.all_have(mine):
         return
     everyone = run.engine.gather_json(mine)
     for number, source in enumerate(sources):
-        lengths, rows = zip(*(rank[number] for rank in everyone), strict=True)
-        error = source.different(lengths, "another number of rows")
+        lengths, held, rows = zip(*(rank[number] for rank in everyone), strict=True)
+        error = source.different(lengths, "another number of rows") or source.different(held, "other rows")
         if error := error or (source.different(rows, "other rows") if all(rows) else None):
             raise error
 

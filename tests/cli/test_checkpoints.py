@@ -327,6 +327,14 @@ def test_prune_keeps_the_best_by_a_metric_and_the_newest(run_dir: Path) -> None:
     assert steps(run_dir) == [worst, STEPS]
 
 
+def test_prune_chooses_the_best_by_the_metric_and_mode_of_the_run(tmp_path: Path) -> None:
+    root = fit(tmp_path, keep={"last": 3, "best": 1, "metric": "val_loss", "mode": "max"})
+    best = steps(tmp_path)[0]  # the loss falls
+    shown = invoke("prune", tmp_path, "--keep", "last=1,best=1", "--yes")
+    assert shown.output.startswith("best by val_loss (max)\n")
+    assert [path.name for path in committed(root)] == [f"step-{best:08d}", f"step-{STEPS:08d}"]
+
+
 def test_prune_never_counts_a_damaged_checkpoint_and_never_deletes_the_newest_good_one(run_dir: Path) -> None:
     alter(run_dir / "checkpoints/step-00000006/data-00000-of-00001.safetensors")
     shown = invoke("prune", run_dir, "--keep", "last=1", "--yes")

@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from datasets.distributed import split_dataset_by_node
-from torch.utils.data import BatchSampler, DataLoader
+from torch.utils.data import BatchSampler, DataLoader, random_split
 
 from fabricate import Callback, ConfigurationError, RankError, Trainer, TrainModule
 from fabricate.distributed import meeting
@@ -284,6 +284,18 @@ class Stream(torch.utils.data.IterableDataset[torch.Tensor]):
         return iter(self.rows.rows)
 
 
+class Files(Rows):
+    """Rows that are read from files, in a random order."""
+
+    def __init__(self, generator: random.Random, folder: str) -> None:
+        super().__init__(0, 1)
+        self.files = [(f"{folder}/{number}.png", number) for number in range(24)]
+        generator.shuffle(self.files)
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return self.rows[self.files[index][1]]
+
+
 class Shuffled(torch.utils.data.Sampler[int]):
     """Draws from a generator that it brings."""
 
@@ -315,6 +327,12 @@ def _data(kind: str) -> Any:
             Rows(0, 1), batch_sampler=BatchSampler(Shuffled(random.Random(rank)), 2, True)
         ),
         "seeded sampler": lambda: DataLoader(Rows(0, 1), 2, sampler=Shuffled(random)),
+        "random split": lambda: DataLoader(
+            random_split(Rows(0, 1), [20, 4], torch.Generator().manual_seed(rank))[0], 2, num_workers=1
+        ),
+        "random files": lambda: DataLoader(Files(random.Random(rank), "/data"), 2, num_workers=1),
+        "random rows": lambda: DataLoader(Rows(rank, world_size), 2, num_workers=1),
+        "other folders": lambda: DataLoader(Files(random.Random(0), f"/data/{rank}"), 2, num_workers=1),
     }[kind]()
 
 
@@ -331,12 +349,13 @@ def _with_own_data(kinds: list[str], evaluate: bool) -> list[str]:
     errors = []
     for kind in kinds:
         trainer = Trainer(max_epochs=1, seed=1, progress=False)
-        size = {} if kind == "batches" or "sampler" in kind else {"batch_size": 2}
+        data = _data(kind)
+        size = {} if kind == "batches" or isinstance(data, DataLoader) else {"batch_size": 2}
         try:
             if evaluate:
-                trainer.validate(AnyRows(1), _data(kind), **size)
+                trainer.validate(AnyRows(1), data, **size)
             else:
-                trainer.fit(AnyRows(1), _data(kind), **size)
+                trainer.fit(AnyRows(1), data, **size)
             errors.append("")
         except ConfigurationError as exc:
             errors.append(str(exc))
@@ -355,6 +374,10 @@ DIVIDED = {
     "sampler": "is read in another order on rank 1 than on rank 0",
     "batch sampler": "is read in another order on rank 1 than on rank 0",
     "seeded sampler": "",
+    "random split": "has other rows on rank 1 than on rank 0",
+    "random files": "has other rows on rank 1 than on rank 0",
+    "random rows": "has other rows on rank 1 than on rank 0",
+    "other folders": "",
 }
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from fabricate import Callback, CheckpointError, ConfigurationError, FitResult, Trainer, TrainModule
 from tests.support.runs import events
@@ -182,7 +185,7 @@ def test_another_accumulation_of_batches_of_ones_own_is_refused(tmp_path: Path) 
 
 
 def test_another_sampler_is_refused(tmp_path: Path) -> None:
-    from torch.utils.data import DataLoader, SubsetRandomSampler, WeightedRandomSampler
+    from torch.utils.data import SubsetRandomSampler, WeightedRandomSampler
 
     def run(steps: int, sampler: Any, **options: Any) -> FitResult:
         rows: Any = DataLoader(ROWS, batch_size=2, sampler=sampler)  # type: ignore[arg-type]
@@ -202,8 +205,6 @@ def test_another_sampler_is_refused(tmp_path: Path) -> None:
 
 
 def test_other_batches_of_a_batch_sampler_are_refused_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
-    from torch.utils.data import DataLoader
-
     def run(steps: int, batches: Any) -> FitResult:
         rows: Any = DataLoader(ROWS, batch_sampler=batches)  # type: ignore[arg-type]
         return Trainer(max_steps=steps, run_dir=tmp_path, progress=False).fit(Tuned(), rows)
@@ -214,6 +215,28 @@ def test_other_batches_of_a_batch_sampler_are_refused_in_the_middle_of_an_epoch(
         run(2, [[0, 1], [2, 3], [4, 5], [6, 7]])
     assert run(4, batches).steps == 4  # the end of an epoch: the next may be another one
     assert run(5, batches[::-1]).steps == 5
+
+
+class Stream(IterableDataset[Any]):
+    """ROWS, divided over the worker processes of a loader."""
+
+    def __iter__(self) -> Iterator[Any]:
+        worker = get_worker_info()
+        return itertools.islice(ROWS, *((worker.id, None, worker.num_workers) if worker else (0, None)))
+
+
+def test_another_number_of_processes_that_read_a_stream_is_refused_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
+    def run(steps: int, workers: int, **options: Any) -> FitResult:
+        rows = DataLoader(Stream(), batch_size=2, num_workers=workers)
+        return Trainer(max_steps=steps, run_dir=tmp_path, progress=False, **options).fit(Tuned(), rows)
+
+    run(1, 1)
+    with pytest.raises(CheckpointError, match=r"a stream that 1 process\(es\) of its DataLoader read; now 2 would"):
+        run(2, 2)
+    assert run(2, 0).steps == 2
+    assert run(3, 2, accept_changes=("train",)).steps == 3
+    assert run(4, 2).steps == 4  # the end of an epoch
+    assert run(5, 0).steps == 5
 
 
 def test_other_rows_that_lie_in_memory_get_a_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,10 +1,13 @@
 """The choice of the checkpoints that a run directory keeps: the last ones, and the best ones by a recorded metric.
 
-Reads manifests only, without torch. Deletes nothing; `fabricate.checkpoint.format.directory` does that. Must not know: when a run saves.
+Reads manifests and events only, without torch. Deletes nothing; `fabricate.checkpoint.format.directory` does that. Must not know: when a
+run saves.
 """
 
 from __future__ import annotations
 
+import contextlib
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +15,7 @@ from typing import Any
 from fabricate.checkpoint.format.directory import Reader
 from fabricate.errors import CheckpointError
 
-__all__ = ["among_best", "best_checkpoints", "kept"]
+__all__ = ["among_best", "best_checkpoints", "keep_of", "kept"]
 
 
 def kept(checkpoints: Sequence[Path], keep: Mapping[str, Any]) -> set[Path]:
@@ -35,6 +38,15 @@ def best_checkpoints(
     """The checkpoints that recorded `metric`, best first (`mode`: "min" or "max"), of equal ones (`_rounded`) the older first. A damaged
     checkpoint is added to the list `unreadable`; without this list it is an error."""
     return [path for _, _, path in _scored(checkpoints, metric, mode, unreadable)]
+
+
+def keep_of(run_dir: Path) -> dict[str, Any] | None:
+    """The `keep` of the last fit in a run directory, if it has "best"."""
+    with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
+        events = [json.loads(line) for line in (run_dir / "events.jsonl").read_text(encoding="utf-8").splitlines()]
+        keep = [event["keep"] for event in events if event["event"] == "started" and "keep" in event][-1]
+        return keep if {"last", "best", "metric", "mode"} <= keep.keys() else None
+    return None
 
 
 def among_best(checkpoints: Sequence[Path], keep: Mapping[str, Any], value: float) -> bool:

@@ -20,7 +20,7 @@ from fabricate.checkpoint.format import directory as format
 from fabricate.checkpoint.format.directory import Reader
 from fabricate.checkpoint.format.files import explained
 from fabricate.checkpoint.format.lock import locked
-from fabricate.checkpoint.format.retention import best_checkpoints
+from fabricate.checkpoint.format.retention import best_checkpoints, keep_of
 from fabricate.checkpoint.format.schema import saved_world_size, shared_state
 from fabricate.checkpoint.state.logical import (
     compare_frozen,
@@ -249,6 +249,23 @@ def _compare_data(run: Run, path: Path, tree: Any) -> None:
             "gradient_accumulation_steps so that the number is the same, or accept the change: "
             "Trainer(accept_changes=('global_batch_size',))"
         )
+    _compare_rows(run, path, tree, now)
+    if run.settings.seed is not None and run.settings.seed != tree["seed"] and "seed" not in accept_changes:
+        raise CheckpointError(
+            f"{path} was saved with seed={tree['seed']}, but this run has seed={run.settings.seed}; use the same seed, or "
+            "Trainer(accept_changes=('seed',))"
+        )
+
+
+def _compare_rows(run: Run, path: Path, tree: Any, now: dict[str, Any]) -> None:
+    """Refuse other rows than those of the checkpoint, or another order. Rows that may only have been computed again get a warning."""
+    then, accept_changes = tree["data"], run.settings.accept_changes
+    if _differ("stream_readers", then, now) and tree["progress"]["position"] and "train" not in accept_changes:
+        raise CheckpointError(
+            f"{path} was saved in the middle of an epoch, with a stream that {then['stream_readers']} process(es) of its DataLoader read; "
+            f"now {now['stream_readers']} would read it, in another order, so samples would be lost or repeated. Use the same num_workers "
+            "(0 and 1 are the same), or accept the change: Trainer(accept_changes=('train',))"
+        )
     if _differ("indices", then, now) and "train" not in accept_changes:
         raise CheckpointError(
             f"{path} was saved with other rows of the data set than train has now: the indices of the Subset or sampler differ, "
@@ -265,11 +282,6 @@ def _compare_data(run: Run, path: Path, tree: Any) -> None:
         run.journal.event("data_changed", reason=note)
         if run.engine.rank == 0:
             print(f"warning: {note}", file=sys.stderr, flush=True)
-    if run.settings.seed is not None and run.settings.seed != tree["seed"] and "seed" not in accept_changes:
-        raise CheckpointError(
-            f"{path} was saved with seed={tree['seed']}, but this run has seed={run.settings.seed}; use the same seed, or "
-            "Trainer(accept_changes=('seed',))"
-        )
 
 
 def _differ(name: str, then: Any, now: Any) -> bool:
@@ -364,7 +376,7 @@ def find(run_dir: Path, which: str, keep: dict[str, Any]) -> tuple[Path, str]:
     """The "last" or the "best" checkpoint of a run directory, and a description of it. The best is chosen by the metric of `keep`, or by
     the metric of the run if `keep` names none."""
     if "best" not in keep and keep["metric"] == "val_loss":  # the default value
-        keep = _keep_of(run_dir) or keep
+        keep = keep_of(run_dir) or keep
     checkpoints = format.committed(run_dir / "checkpoints") if (run_dir / "checkpoints").is_dir() else []
     chosen = checkpoints[::-1] if which == "last" else best_checkpoints(checkpoints, keep["metric"], keep["mode"])
     if not chosen and which == "best" and checkpoints:
@@ -379,15 +391,6 @@ def find(run_dir: Path, which: str, keep: dict[str, Any]) -> tuple[Path, str]:
             f"checkpoint={which!r}: {run_dir} has no checkpoint; fit with this run_dir first, or give a path"
         )
     return chosen[0], "" if which == "last" else _about_best(chosen[0], keep)
-
-
-def _keep_of(run_dir: Path) -> dict[str, Any] | None:
-    """The `keep` of the last fit in a run directory, if it has "best"."""
-    with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
-        events = [json.loads(line) for line in (run_dir / "events.jsonl").read_text(encoding="utf-8").splitlines()]
-        keep = [event["keep"] for event in events if event["event"] == "started" and "keep" in event][-1]
-        return keep if {"last", "best", "metric", "mode"} <= keep.keys() else None
-    return None
 
 
 def _about_best(path: Path, keep: dict[str, Any]) -> str:

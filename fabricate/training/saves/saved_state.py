@@ -220,6 +220,7 @@ def data_identity(run: Run) -> dict[str, Any]:
         "shuffle": run.source.shuffle,
         "samplers": run.source.sampler_names,
         "order": run.source.order_digest,
+        "stream_readers": run.source.stream_readers,
         **run.source.identity,
     }
 
