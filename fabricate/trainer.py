@@ -242,7 +242,8 @@ class Trainer:
 
     @property
     def step(self) -> int:
-        """The number of updates applied so far; after a fit, the number at its end."""
+        """The number of updates applied so far; after a fit, and in an evaluation after it, the number at its end. In an evaluation of a
+        checkpoint, the number that the checkpoint was saved at."""
         return self._counted().progress.step
 
     @property
@@ -309,7 +310,8 @@ class Trainer:
 
     @property
     def run_dir(self) -> Path | None:
-        """The directory that this run writes to; None if it writes nothing."""
+        """The directory that this fit writes to; None if it writes nothing, as an evaluation outside of a fit (`settings.run_dir` is the
+        directory of the trainer's fits)."""
         return self._run.run_dir if self._run is not None else self.settings.run_dir
 
     def tracker(self, name: str) -> Any:
@@ -596,7 +598,9 @@ class Trainer:
         path, text = self._checkpoint_path(checkpoint) if checkpoint is not None else (None, "")
         with opened(self, resolved, module, [stage], sources) as run:
             if path is not None:
-                resuming.load_weights_only(run, path)
+                run.progress.load(resuming.load_weights_only(run, path))
+            elif self._ended is not None:
+                run.progress.load(self._ended.progress.state())
             if text:
                 module.print(text)
             with noting_failures(run):

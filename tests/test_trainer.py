@@ -317,6 +317,21 @@ def test_the_best_weights_need_to_be_known(tmp_path: Path) -> None:
         )
 
 
+def test_an_evaluation_after_a_fit_has_the_counters_of_its_weights(tmp_path: Path) -> None:
+    class Counting(Callback):
+        def on_eval_end(self, trainer: Trainer) -> None:
+            counters.append((trainer.step, trainer.epoch))
+
+    counters: list[tuple[int, int]] = []
+    trainer = Trainer(max_steps=6, run_dir=tmp_path, save_every=3, progress=False, plugins=[Counting()])
+    trainer.validate(Regression(), ROWS, batch_size=2)
+    trainer.fit(Regression(), ROWS, batch_size=2)
+    trainer.validate(Regression(), ROWS, batch_size=2)
+    trainer.validate(Regression(), ROWS, tmp_path / "checkpoints" / "step-00000003", batch_size=2)
+    assert counters == [(0, 0), (6, 1), (3, 0)]
+    assert trainer.step == 6
+
+
 def test_counters_and_metrics_are_readable_after_a_fit() -> None:
     trainer = Trainer(max_epochs=2, progress=False, log_every=1)
     with pytest.raises(

@@ -458,6 +458,36 @@ def test_a_step_of_the_users_own_is_refused() -> None:
         Trainer(max_steps=1, progress=False).fit(Steps(), ROWS, batch_size=2)
 
 
+@pytest.mark.parametrize("sanity_batches", [0, 2])
+def test_a_step_of_an_optimizer_in_an_evaluation_is_refused(sanity_batches: int) -> None:
+    class Steps(Regression):
+        def validation_step(self, batch: Any) -> dict[str, torch.Tensor]:
+            self.optimizer.step()
+            return {"loss": self.training_step(batch)}
+
+        def configure_optimizers(self) -> Any:
+            self.optimizer = super().configure_optimizers()
+            return self.optimizer
+
+    trainer = Trainer(max_steps=1, progress=False, sanity_batches=sanity_batches, validate_every=1)
+    with pytest.raises(
+        ConfigurationError, match=r"Steps steps an optimizer in an evaluation \(validate\), so it would"
+    ):
+        trainer.fit(Steps(), ROWS, ROWS, batch_size=2)
+
+
+def test_a_module_that_an_evaluation_puts_in_training_mode_gets_a_note_once(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    class Trains(Regression):
+        def validation_step(self, batch: Any) -> dict[str, torch.Tensor]:
+            self.train()
+            return {"loss": self.training_step(batch)}
+
+    Trainer(max_steps=4, progress=False, validate_every=1).fit(Trains(), ROWS, ROWS, batch_size=2)
+    assert capsys.readouterr().err.count("note: Trains is in training mode at the end of an evaluation (validate)") == 1
+
+
 def test_gradients_that_are_cleared_between_micro_batches_are_refused() -> None:
     message = "the gradients of earlier micro-batches of this update are gone: Wrong.training_step, or"
     refused(message, module=answering(_own_zero_grad), forwards=2, gradient_accumulation_steps=2)

@@ -26,6 +26,7 @@ from fabricate.metrics.torchmetrics_objects import set_apart, snapshot_torchmetr
 from fabricate.module import STEPS, TrainModule, overrides, refusing_logs
 from fabricate.seeding import rng_state, set_rng_state
 from fabricate.training.evaluations.evaluated import Evaluated, new_metrics, prefix_of, share_objects
+from fabricate.training.evaluations.no_training import without_training
 from fabricate.training.interruptions.overdue import waiting
 from fabricate.training.saves.attributes import remembered
 from fabricate.training.state.run_state import Run
@@ -77,7 +78,7 @@ def _evaluating(run: Run, stage: str) -> Iterator[None]:
     run.module.eval()
     device_works = True
     try:
-        with meant_weights(run), torch.no_grad():
+        with meant_weights(run), without_training(run, stage), torch.no_grad():
             yield
         # after an exception they stay, because the error note describes them
         run.now.stage, run.now.batch = "train", before

@@ -31,6 +31,7 @@ from fabricate.checkpoint.state.logical import (
     optimizer_groups,
 )
 from fabricate.errors import CheckpointError
+from fabricate.metrics.counters import Progress
 from fabricate.module import beside_weights, not_taken, overrides
 from fabricate.training.saves.changes import check_changes, take_over
 from fabricate.training.saves.saved_state import data_identity, restore
@@ -335,8 +336,9 @@ def _note_repeated(run: Run, log: BinaryIO, size: int) -> None:
         run.journal.event("repeated", through=step, seconds=round(seconds, 3), until=until)
 
 
-def load_weights_only(run: Run, path: Path) -> None:
-    """Load the weights of a checkpoint, and the state that listeners save with the weights, into the prepared module. All ranks."""
+def load_weights_only(run: Run, path: Path) -> dict[str, Any]:
+    """Load the weights of a checkpoint, and the state that listeners save with the weights, into the prepared module. Return its
+    counters, in the form of `Progress.state()`. All ranks."""
     with Reader(format.find(path)) as reader:
         reader.verify()
         compare_model(reader, run.module, run.engine.strategy)
@@ -352,6 +354,11 @@ def load_weights_only(run: Run, path: Path) -> None:
             run.journal.note(beside_weights(absent, path))
         if saved.get("module") and not overrides(run.module, "on_load_weights"):
             run.journal.note(not_taken(run.module, path))
+        return {
+            **Progress().state(),
+            "step": reader.manifest.step,
+            **tree.get("progress", {}),
+        }  # an imported one has a step only
 
 
 def best(run: Run) -> tuple[Path, float] | None:
