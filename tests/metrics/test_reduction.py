@@ -171,6 +171,15 @@ def test_a_torchmetrics_object_is_computed_and_reset_at_the_end() -> None:
     assert metrics.finish() == {}
 
 
+def test_a_torchmetrics_object_has_one_result_under_all_its_names() -> None:
+    metric = torchmetrics.MaxMetric()
+    both = torchmetrics.MetricCollection([metric, torchmetrics.MinMetric()])
+    both.update(torch.tensor([3.0, 7.0]))
+    metrics = _metrics(*((name, value, None, "object") for name, value in (("a", metric), ("b", both), ("c", metric))))
+    assert metrics.finish() == {"a": 7.0, "b_MaxMetric": 7.0, "b_MinMetric": 3.0, "c": 7.0}
+    assert metric.max_value == -math.inf
+
+
 def test_a_torchmetrics_object_that_computes_no_number_is_refused() -> None:
     metric = torchmetrics.CatMetric()
     metric.update(torch.tensor([1.0, 2.0]))
