@@ -116,9 +116,19 @@ def _summed_sizes(node: Any) -> tuple[int, ...]:
 def _sums_rows(node: Any, rows: int | None, alone: bool) -> bool:
     """Whether an operation sums over the rows of a batch. A sum over another tensor is probably a penalty on parameters, unless it is the
     whole loss (`alone`)."""
+    sizes = _summed_sizes(node)
     if type(node).__name__ == "SumBackward0":
-        return alone or (rows is not None and tuple(node._saved_self_sym_sizes)[:1] == (rows,))
-    return getattr(node, "_saved_reduction", None) == _SUM
+        sums = alone or (rows is not None and sizes[:1] == (rows,))
+    else:
+        sums = getattr(node, "_saved_reduction", None) == _SUM
+    return sums and not _is_of_a_parameter(node, sizes)
+
+
+def _is_of_a_parameter(node: Any, sizes: tuple[int, ...]) -> bool:
+    """Whether a sum over a tensor of these `sizes` is a sum over a parameter, or over what was computed from it element by element: all
+    parameters near it have these sizes."""
+    parameters = [each.variable for each in _near(node) if type(each).__name__ == "AccumulateGrad"]
+    return bool(parameters) and all(tuple(parameter.shape) == sizes for parameter in parameters)
 
 
 def is_over_a_part(loss: torch.Tensor, rows: int | None = None) -> bool:

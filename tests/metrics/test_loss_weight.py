@@ -14,7 +14,7 @@ from fabricate.metrics.loss_weight import CrossEntropies, counted, is_over_a_par
 from fabricate.training.updates.step_output import Made
 
 GENERATOR = torch.Generator().manual_seed(0)
-LOGITS = torch.randn(6, 5, generator=GENERATOR).requires_grad_()
+LOGITS = torch.randn(30, generator=GENERATOR).requires_grad_().view(6, 5)  # not a leaf: a result of a model
 TARGET = torch.tensor([0, -100, 4, 2, -100, 2])
 CLASSES = torch.tensor([1.0, 2.0, 4.0, 8.0, 16.0])
 PIXELS = torch.randn(2, 3, 4, 4, generator=GENERATOR).requires_grad_()
@@ -135,6 +135,26 @@ def test_a_sum_over_rows_that_are_known_is_told_from_a_mean(
     assert is_sum(loss(), rows) == a_sum
 
 
+PARAMETER = torch.ones(6, 5, requires_grad=True)  # its first dimension equals the rows of a batch
+
+
+@pytest.mark.parametrize(
+    "penalty",
+    [
+        lambda: PARAMETER.pow(2).sum(),
+        lambda: (PARAMETER * PARAMETER).sum(),
+        lambda: (PARAMETER - 1).abs().sum(),
+        lambda: mse_loss(PARAMETER, torch.zeros(6, 5), reduction="sum"),
+        lambda: PARAMETER.square().sum() + torch.ones(6, requires_grad=True).square().sum(),
+    ],
+)
+def test_a_sum_over_a_parameter_is_not_one_over_the_batch(penalty: Callable[[], torch.Tensor]) -> None:
+    loss = mse_loss(LOGITS, LOGITS.detach() + 1) + 1e-4 * penalty()
+    assert odd_divisor(loss, 6) is None
+    assert not is_sum(loss, 6)
+    assert not is_sum(loss - 1e-4 * penalty() + penalty(), 6)
+
+
 PLACES = (TARGET >= 0).nonzero().squeeze(1)
 
 
@@ -203,7 +223,7 @@ def test_a_constant_in_the_place_of_the_rows_gets_a_note(
 
 
 MEASURED = torch.tensor([[0.0, torch.nan], [1.0, 2.0], [torch.nan, 0.5]])
-OUTPUTS = torch.zeros(3, 2, requires_grad=True)
+OUTPUTS = torch.zeros(6, requires_grad=True).view(3, 2)
 
 
 LABELLED = TARGET != -100
