@@ -27,8 +27,8 @@ _UNCHANGED = frozenset(
             "CloneBackward0",
             "AliasBackward0",
         ),
-        *("ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0", "UnsqueezeBackward0", "NegBackward0"),
-        *("SqueezeBackward0", "SqueezeBackward1", "SqueezeBackward2", "SqueezeBackward3"),
+        *("ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0", "UnsqueezeBackward0", "PermuteBackward0"),
+        *("SqueezeBackward0", "SqueezeBackward1", "SqueezeBackward2", "SqueezeBackward3", "NegBackward0"),
     }
 )
 """Operations that do not change a loss, except for its sign: those that DDP and DeepSpeed add to outputs, copies, changes of dtype and of
@@ -37,6 +37,8 @@ shape."""
 _SCALED = ("MulBackward0", "DivBackward0", "MulBackward1", "DivBackward1")
 _ADDED = ("AddBackward0", "SubBackward0")
 _REDUCED = ("MeanBackward0", "SumBackward0")
+_PRODUCTS = ("DotBackward0", "VdotBackward0", "BmmBackward0")
+"""Products that sum over all elements if their result is one number: of two vectors, and that of an einsum."""
 _CROSS_ENTROPIES = ("NllLossBackward0", "NllLoss2DBackward0")
 _SELECTIONS = ("IndexBackward0", "IndexSelectBackward0", "GatherBackward0")
 _NEAR = 30
@@ -106,18 +108,26 @@ def _counts(number: float, rows: int, sizes: tuple[int, ...]) -> bool:
 
 
 def _summed_sizes(node: Any) -> tuple[int, ...]:
-    """The sizes of the tensor whose elements a sum adds up; empty if the operation does not keep them."""
-    if type(node).__name__ == "SumBackward0":
+    """The sizes of the tensor whose elements a sum adds up, of which a product keeps only their number; empty if it is not known."""
+    name = type(node).__name__
+    if name in ("SumBackward0", "SumBackward1"):
         return tuple(node._saved_self_sym_sizes)
-    kept = getattr(node, "_saved_target", None)
-    return () if kept is None else tuple(kept.shape)
+    if name in _PRODUCTS:
+        seconds = (
+            getattr(node, "_saved_tensor", None),
+            getattr(node, "_saved_other", None),
+            getattr(node, "_saved_mat2", None),
+        )
+        return (next(factor.numel() for factor in (node._saved_self, *seconds) if factor is not None),)
+    target = getattr(node, "_saved_target", None)
+    return () if target is None else tuple(target.shape)
 
 
 def _sums_rows(node: Any, rows: int | None, alone: bool) -> bool:
     """Whether an operation sums over the rows of a batch. A sum over another tensor is probably a penalty on parameters, unless it is the
     whole loss (`alone`)."""
-    sizes = _summed_sizes(node)
-    if type(node).__name__ == "SumBackward0":
+    name, sizes = type(node).__name__, _summed_sizes(node)
+    if name in _PRODUCTS or name == "SumBackward0" or (name == "SumBackward1" and 0 in node._saved_dim):
         sums = alone or (rows is not None and sizes[:1] == (rows,))
     else:
         sums = getattr(node, "_saved_reduction", None) == _SUM

@@ -14,7 +14,7 @@ from fabricate.metrics.loss_weight import CrossEntropies, counted, is_over_a_par
 from fabricate.training.updates.step_output import Made
 
 GENERATOR = torch.Generator().manual_seed(0)
-LOGITS = torch.randn(30, generator=GENERATOR).requires_grad_().view(6, 5)  # not a leaf: a result of a model
+LOGITS = torch.randn(2, 15, generator=GENERATOR).requires_grad_().view(6, 5)  # not a leaf: a result of a model
 TARGET = torch.tensor([0, -100, 4, 2, -100, 2])
 CLASSES = torch.tensor([1.0, 2.0, 4.0, 8.0, 16.0])
 PIXELS = torch.randn(2, 3, 4, 4, generator=GENERATOR).requires_grad_()
@@ -116,6 +116,9 @@ def test_a_sum_and_a_mean_over_a_part_of_the_batch_are_seen(
     assert (is_sum(loss()), is_over_a_part(loss())) == (a_sum, over_a_part)
 
 
+EACH, WEIGHTS = LOGITS.square().mean(1), torch.linspace(0.1, 3.0, 6)
+
+
 @pytest.mark.parametrize(
     ("loss", "rows", "a_sum"),
     [
@@ -126,6 +129,16 @@ def test_a_sum_and_a_mean_over_a_part_of_the_batch_are_seen(
         (lambda: 0.5 * LOGITS.square().sum(), 6, True),
         (lambda: LOGITS.square().sum() / 6, 6, False),
         (lambda: 0.1 * LOGITS.square().sum() / 30, 6, False),
+        (lambda: torch.dot(EACH, WEIGHTS), 6, True),
+        (lambda: EACH @ WEIGHTS + 0.1 * LOGITS.square().mean(), 6, True),
+        (lambda: LOGITS[0] @ LOGITS[1] + LOGITS.square().mean(), 6, False),  # not as long as the batch
+        (lambda: torch.vdot(EACH, WEIGHTS) / 6, 6, False),
+        (lambda: torch.einsum("b,b->", EACH, WEIGHTS), 6, True),
+        (lambda: torch.einsum("bt,bt->", LOGITS.square(), torch.ones(6, 5)), 6, True),
+        (lambda: torch.einsum("bt,bt->", LOGITS.square(), torch.ones(6, 5)) / 30, 6, False),
+        (lambda: torch.einsum("b->", EACH), 6, True),
+        (lambda: EACH.sum(dim=0), 6, True),
+        (lambda: LOGITS[:1].square().sum(1).mean(), 1, False),  # a mean over one row
         (lambda: mse_loss(LOGITS, LOGITS.detach() + 1, reduction="sum") / 6 + LOGITS.mean(), 6, False),
     ],
 )
@@ -135,7 +148,7 @@ def test_a_sum_over_rows_that_are_known_is_told_from_a_mean(
     assert is_sum(loss(), rows) == a_sum
 
 
-PARAMETER = torch.ones(6, 5, requires_grad=True)  # its first dimension equals the rows of a batch
+PARAMETER, BIAS = torch.ones(6, 5, requires_grad=True), torch.ones(6, requires_grad=True)  # as long as the batch
 
 
 @pytest.mark.parametrize(
@@ -145,7 +158,7 @@ PARAMETER = torch.ones(6, 5, requires_grad=True)  # its first dimension equals t
         lambda: (PARAMETER * PARAMETER).sum(),
         lambda: (PARAMETER - 1).abs().sum(),
         lambda: mse_loss(PARAMETER, torch.zeros(6, 5), reduction="sum"),
-        lambda: PARAMETER.square().sum() + torch.ones(6, requires_grad=True).square().sum(),
+        lambda: PARAMETER.square().sum() + BIAS @ BIAS,
     ],
 )
 def test_a_sum_over_a_parameter_is_not_one_over_the_batch(penalty: Callable[[], torch.Tensor]) -> None:
@@ -186,6 +199,8 @@ def test_a_mean_over_a_selection_by_index_is_over_a_part_unless_it_has_as_many_v
         (lambda: cross_entropy(LOGITS, LOGITS.detach().softmax(1)), 6, None),
         (lambda: cross_entropy(LOGITS, LOGITS.detach().softmax(1)), 3, None),
         (lambda: LOGITS.square().sum() / 5, 6, 5),
+        (lambda: EACH @ WEIGHTS / 4, 6, 4),
+        (lambda: EACH.sum(0) / 6, 6, None),
         (lambda: cross_entropy(LOGITS, TARGET, reduction="sum") / 6, 6, None),
         (lambda: cross_entropy(LOGITS, TARGET, reduction="sum") / 4, 6, 4),
         (lambda: mse_loss(LOGITS, LOGITS.detach() + 1, reduction="sum") / 12 + LOGITS.mean(), 6, 12),
