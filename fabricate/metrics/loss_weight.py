@@ -39,6 +39,12 @@ _ADDED = ("AddBackward0", "SubBackward0")
 _REDUCED = ("MeanBackward0", "SumBackward0")
 _PRODUCTS = ("DotBackward0", "VdotBackward0", "BmmBackward0")
 """Products that sum over all elements if their result is one number: of two vectors, and that of an einsum."""
+_NON_LINEAR = frozenset(
+    {
+        *("Sqrt", "Rsqrt", "Pow", "Reciprocal", "Exp", "Expm1", "Log", "Log2", "Log10", "Log1p"),
+        *("Sigmoid", "LogSigmoid", "Softplus", "Tanh"),
+    }
+)
 _CROSS_ENTROPIES = ("NllLossBackward0", "NllLoss2DBackward0")
 _SELECTIONS = ("IndexBackward0", "IndexSelectBackward0", "GatherBackward0")
 _NEAR = 30
@@ -108,9 +114,10 @@ def _counts(number: float, rows: int, sizes: tuple[int, ...]) -> bool:
 
 
 def _summed_sizes(node: Any) -> tuple[int, ...]:
-    """The sizes of the tensor whose elements a sum adds up, of which a product keeps only their number; empty if it is not known."""
+    """The sizes of the tensor whose elements a sum or mean adds up, of which a product keeps only their number; empty if it is not
+    known."""
     name = type(node).__name__
-    if name in ("SumBackward0", "SumBackward1"):
+    if name in ("SumBackward0", "SumBackward1", "MeanBackward0", "MeanBackward1"):
         return tuple(node._saved_self_sym_sizes)
     if name in _PRODUCTS:
         seconds = (
@@ -139,6 +146,26 @@ def _is_of_a_parameter(node: Any, sizes: tuple[int, ...]) -> bool:
     parameters near it have these sizes."""
     parameters = [each.variable for each in _near(node) if type(each).__name__ == "AccumulateGrad"]
     return bool(parameters) and all(tuple(parameter.shape) == sizes for parameter in parameters)
+
+
+def function_of_a_mean(loss: torch.Tensor, rows: int | None) -> str:
+    """The name of the operation by which `loss`, or one of the terms that it adds up, is a non-linear function of a mean or sum over its
+    batch of `rows` rows, such as a square root. "" if there is none, or if the batch has one row: a mean over micro-batches is then a mean
+    over rows."""
+    if rows is None or rows == 1:
+        return ""
+    terms = _terms(loss)
+    for node, _ in terms:
+        name = type(node).__name__.removesuffix("Backward0")
+        if name in _NON_LINEAR:
+            mean = _through(node.next_functions[0][0])
+            if type(mean).__name__ == "DivBackward0":  # a sum divided by a tensor, probably a count
+                mean = _through(mean.next_functions[0][0])
+            sizes = _summed_sizes(mean)
+            over_rows = sizes[:1] == (rows,) if len(terms) > 1 else bool(sizes) and math.prod(sizes) % rows == 0
+            if over_rows and not _is_of_a_parameter(mean, sizes):
+                return name
+    return ""
 
 
 def is_over_a_part(loss: torch.Tensor, rows: int | None = None) -> bool:

@@ -10,7 +10,15 @@ import torch
 from torch.nn.functional import cross_entropy, mse_loss, nll_loss
 
 from fabricate import ConfigurationError, Trainer, TrainModule
-from fabricate.metrics.loss_weight import CrossEntropies, counted, is_over_a_part, is_sum, last_operation, odd_divisor
+from fabricate.metrics.loss_weight import (
+    CrossEntropies,
+    counted,
+    function_of_a_mean,
+    is_over_a_part,
+    is_sum,
+    last_operation,
+    odd_divisor,
+)
 from fabricate.training.updates.step_output import Made
 
 GENERATOR = torch.Generator().manual_seed(0)
@@ -214,6 +222,32 @@ def test_a_sum_that_is_divided_by_something_else_than_its_rows_is_seen(
     assert odd_divisor(loss(), rows) == divisor
 
 
+@pytest.mark.parametrize(
+    ("loss", "rows", "function"),
+    [
+        (lambda: mse_loss(LOGITS, LOGITS.detach() + 1).sqrt(), 6, "Sqrt"),
+        (lambda: 0.5 * (LOGITS.square().mean() + 1e-8) ** 0.5 + BIAS.square().sum(), 6, "Pow"),
+        (lambda: 1 / EACH.mean(), 6, "Reciprocal"),
+        (lambda: -(EACH.sum() / 6).log(), 6, "Log"),
+        (lambda: cross_entropy(LOGITS, TARGET).exp(), 6, "Exp"),
+        (lambda: EACH.mean(0).sqrt(), 6, "Sqrt"),
+        (lambda: ((EACH * WEIGHTS).sum() / WEIGHTS.sum()).sqrt(), 6, "Sqrt"),
+        (lambda: LOGITS.square().mean(1).sqrt().mean(), 6, ""),
+        (lambda: LOGITS[:1].square().mean(1).sqrt().mean(), 1, ""),
+        (lambda: LOGITS[:1].square().mean().sqrt(), 1, ""),  # the mean over rows is that over one such value per row
+        (lambda: LOGITS.square().mean().sqrt(), None, ""),
+        (lambda: sum((each.square().mean().sqrt() for each in LOGITS), torch.zeros(())) / 6, 6, ""),
+        (lambda: EACH.mean() + (PARAMETER.square().sum().sqrt() + BIAS.mean().exp()), 6, ""),
+        (lambda: EACH.mean() * (-torch.ones((), requires_grad=True)).exp(), 6, ""),  # linear in the mean
+        (lambda: EACH.mean(), 6, ""),
+    ],
+)
+def test_a_function_of_a_mean_is_told_from_a_mean_of_functions(
+    loss: Callable[[], torch.Tensor], rows: int | None, function: str
+) -> None:
+    assert function_of_a_mean(loss(), rows) == function
+
+
 class Constant(TrainModule):
     """Divides by the rows of a whole batch, whatever the batch."""
 
@@ -235,6 +269,23 @@ def test_a_constant_in_the_place_of_the_rows_gets_a_note(
     trainer = Trainer(max_epochs=2, gradient_accumulation_steps=2, progress=False)
     trainer.fit(Constant(divisor), torch.ones(rows, 5), batch_size=4)
     assert capsys.readouterr().err.count(f"the loss divides a sum over its batch by {divisor}, but") == noted
+
+
+class Root(Constant):
+    def training_step(self, batch: torch.Tensor) -> torch.Tensor:
+        return self.layer(batch).square().mean().sqrt()
+
+
+@pytest.mark.parametrize(("batch_size", "accumulation"), [(8, 1), (4, 2)])
+def test_the_root_of_a_mean_gets_a_note_if_an_update_has_several_micro_batches(
+    batch_size: int, accumulation: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trainer = Trainer(max_epochs=2, gradient_accumulation_steps=accumulation, progress=False)
+    trainer.fit(Root(1), torch.ones(16, 5), batch_size=batch_size)
+    noted = capsys.readouterr().err.count(
+        "the loss is, or contains, a non-linear function (Sqrt) of a mean over its batch"
+    )
+    assert noted == accumulation - 1
 
 
 MEASURED = torch.tensor([[0.0, torch.nan], [1.0, 2.0], [torch.nan, 0.5]])

@@ -315,7 +315,8 @@ class WindowLosses:
     def normalise(self, parameters: list[torch.nn.Parameter]) -> None:
         """Scale the gradients of `parameters` to those of the mean over the window. All ranks; does not wait for the device."""
         if self._first is not None:
-            check_window(self._losses.run, self.rule.source, self.optimizer, self._first)
+            is_split = not self._one_micro_batch
+            check_window(self._losses.run, self.rule.source, self.optimizer, self._first, is_split)
             self._losses.rules[self.optimizer] = self._new_rules
         self.total = self.rule.total(self._rows, self._weights)
         self.mean = self.values[0] if self._one_micro_batch else None

@@ -14,6 +14,7 @@ import torch
 from fabricate.data.batches import leading_dimensions, several_labels
 from fabricate.errors import ConfigurationError, did_you_mean
 from fabricate.metrics.loss_weight import (
+    function_of_a_mean,
     is_over_a_part,
     is_sum,
     last_operation,
@@ -72,6 +73,8 @@ class Made(NamedTuple):
     over_a_part: bool
     values: int
     """How many values the loss averages; 0 if it is no mean or has several terms."""
+    function: str
+    """The non-linear function of a mean that the loss is; see `function_of_a_mean`."""
     cross_entropies: list[tuple[bool, torch.Tensor, int]]
     """The cross-entropies among the terms of the loss; see `terms_over_labels`."""
     rows: int | None
@@ -82,8 +85,10 @@ class Made(NamedTuple):
         rows = rows or None
         divisor = odd_divisor(loss, rows) if rows else None
         over_a_part, cross_entropies = is_over_a_part(loss, rows), terms_over_labels(loss)
-        values = mean_over(loss)
-        return cls(last_operation(loss), is_sum(loss, rows), divisor, over_a_part, values, cross_entropies, rows)
+        values, function = mean_over(loss), function_of_a_mean(loss, rows)
+        return cls(
+            last_operation(loss), is_sum(loss, rows), divisor, over_a_part, values, function, cross_entropies, rows
+        )
 
     def part(self) -> str:
         """The reason why the loss seems to be a mean over something other than rows; "" if there is none. Waits for the device."""
@@ -153,9 +158,9 @@ def _same(value: float, loss: torch.Tensor) -> bool:
     return math.isclose(value, loss.item(), rel_tol=1e-6) or value != value
 
 
-def check_window(run: Run, how: str, name: str, made: Made) -> None:
-    """Check, after the first window of an optimizer, that every rank uses the same rule for the loss and updates the same optimizer. All
-    ranks."""
+def check_window(run: Run, how: str, name: str, made: Made, is_split: bool) -> None:
+    """Check, after the first window of an optimizer, that every rank uses the same rule for the loss and updates the same optimizer.
+    `is_split`: whether the window has several micro-batches or readers. All ranks."""
     if run.engine.world_size > 1:
         answers = run.engine.gather_json([how, name])
         if any(a != answers[0] for a in answers):
@@ -169,6 +174,12 @@ def check_window(run: Run, how: str, name: str, made: Made) -> None:
     if 0 < len(unused) < len(trainable) and name == run.optim.default:
         run.journal.event("unused_parameters", names=unused[:20])
     run.journal.event("loss_weight", optimizer=name, source=how)
+    if is_split and made.function:
+        run.journal.note(
+            f"the loss is, or contains, a non-linear function ({made.function}) of a mean over its batch. An update takes the mean of this "
+            "loss over its micro-batches, which is not the loss of the whole batch, so the update depends on how a global batch is split. "
+            "Return the mean itself (the mean squared error, not its square root), or give the whole batch to one rank as one micro-batch"
+        )
     if how == "rows":
         _note_rows(run, made)
 
