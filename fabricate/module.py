@@ -259,10 +259,11 @@ class TrainModule(torch.nn.Module, Listener):
     @foreign_names.translated(foreign_names.LOG)
     def log(self, name: str, value: Any, *, weight: Any = None, reduce: str = "mean") -> None:
         """Record a metric, in a step or a hook, without waiting for the device. `value`: a number, a bool, a 0-dim tensor, or a
-        torchmetrics object or `MetricCollection` (computed at the end of the epoch or evaluation). If a value is computed from
-        sharded parameters (a `DTensor`), the parts of all ranks are combined, so all ranks have to log it. `reduce`: "mean" averages over
-        micro-batches and ranks, weighted by `weight` (default: the weight of the micro-batch; in hooks outside of updates, 1 per
-        rank); "sum" adds up.
+        torchmetrics object or `MetricCollection` (computed at the end of the epoch or evaluation; what training counts in an object
+        that it does not log itself is part of the next result that validation logs, as in Lightning: use one object per stage). If a
+        value is computed from sharded parameters (a `DTensor`), the parts of all ranks are combined, so all ranks have to log it.
+        `reduce`: "mean" averages over micro-batches and ranks, weighted by `weight` (default: the weight of the micro-batch; in hooks
+        outside of updates, 1 per rank); "sum" adds up.
 
         Values logged in `on_eval_start` and `on_eval_end` are added to the metrics of that evaluation, those logged in
         `on_epoch_end` to the metrics of that epoch. In a training step, the name "loss" is taken: the loss that the step returns is
