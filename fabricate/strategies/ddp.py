@@ -121,7 +121,7 @@ class DDP(Strategy):
         """`placed` inside DDP, which averages the gradients of the parameters that are trained now; `placed` itself if there are none."""
         from torch.nn.parallel import DistributedDataParallel
 
-        self._first_update = True
+        self._first_update, self._ran = True, False  # _ran: whether a forward has run
         self._trained = {name: parameter for name, parameter in self._parameters.items() if parameter.requires_grad}
         self._model: DistributedDataParallel | None = None
         if not self._trained:
@@ -130,6 +130,12 @@ class DDP(Strategy):
         model = self._model = DistributedDataParallel(placed, init_sync=init_sync, **self._options())
         if not self.find_unused_parameters and not self.static_graph:
             _arrange_buckets(model, self._trained.values())
+
+        def runs(*_: object) -> None:
+            self._ran = True
+            first_forward.remove()
+
+        first_forward = model.register_forward_pre_hook(runs)
         if self.communication_hook is not None:
             from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
@@ -150,7 +156,8 @@ class DDP(Strategy):
 
     def backward(self, loss: torch.Tensor) -> None:
         super().backward(loss)
-        if self._first_update and self._model is not None and self._model.require_backward_grad_sync:
+        # A plugin that takes the place of train_step may train without DDP's forward, and then averages gradients itself.
+        if self._first_update and self._ran and self._model is not None and self._model.require_backward_grad_sync:
             self._refuse_unused()
 
     def _refuse_unused(self) -> None:
