@@ -134,6 +134,28 @@ def test_gradients_are_accumulated_by_hand_as_under_lightning() -> None:
     assert ours.trainer.optimizers[0].param_groups[0]["lr"] == theirs.trainer.optimizers[0].param_groups[0]["lr"] < 0.1
 
 
+class Clears(Classifier):
+    """Clears the gradients after its step, and has a layer that no step uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.unused = torch.nn.Linear(1, 1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        self.manual_backward(regression_loss(self, batch))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_only_parameters_that_no_backward_reached_are_reported(capsys: pytest.CaptureFixture[str]) -> None:
+    by_fabricate(Clears(), *data(), max_epochs=1, log_every_n_steps=2)
+    printed = capsys.readouterr()
+    assert "gradients float32; optimizer state float32" in printed.out
+    assert "no gradient reached unused.weight, unused.bias in the updates" in printed.err
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

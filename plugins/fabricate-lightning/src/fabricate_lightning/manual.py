@@ -59,6 +59,8 @@ class Manual(Adapted):
     def __init__(self, **hparams: Any) -> None:
         super().__init__(**hparams)
         self._gradients: dict[torch.nn.Parameter, torch.Tensor | None] = {}
+        self._applied: dict[torch.nn.Parameter, torch.Tensor | None] = {}
+        """The gradients with which optimizers have stepped in this call of `training_step`, which may clear them afterwards."""
         self._loss: torch.Tensor | None = None
         """The loss of the last backward."""
         self._stepping: list[Any] = []
@@ -109,6 +111,9 @@ class Manual(Adapted):
 
     def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
         self.hooks("on_before_optimizer_step", optimizer)
+        self._applied |= {
+            parameter: parameter.grad for group in optimizer.param_groups for parameter in group["params"]
+        }
 
     def _average(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         """Replace the gradients of `parameters` by their mean over the ranks; the mean of earlier calls does not change by that. A gradient
@@ -137,7 +142,7 @@ class Manual(Adapted):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         for parameter, gradient in self._gradients.items():
             parameter.grad = gradient
-        self._loss = None
+        self._loss, self._applied = None, {}
         super().training_step(batch, batch_idx)
         self._gradients = {parameter: parameter.grad for parameter in self.parameters()}
         for parameter in self._gradients:
@@ -150,9 +155,10 @@ class Manual(Adapted):
 
     @hookimpl
     def optimizer_step(self, trainer: Trainer) -> bool:
-        """Restore the gradients for listeners that read them. Returns True: the module has made the update."""
+        """Restore the gradients, for listeners that read them. Returns True: the module has made the update."""
         for parameter, gradient in self._gradients.items():
-            parameter.grad = gradient
+            parameter.grad = self._applied.get(parameter) if gradient is None else gradient
+        self._applied = {}
         return True
 
     def on_eval_start(self, trainer: Trainer, stage: str) -> None:
