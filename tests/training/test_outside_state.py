@@ -97,6 +97,27 @@ class Remembering(Callback):
         self.ring.append(2)
 
 
+class Keeping(Callback):
+    """Keeps the module's parameters, which checkpoints hold, and a parameter of its own, which they do not."""
+
+    def __init__(self) -> None:
+        self.own = [torch.nn.Parameter(torch.zeros(1))]
+
+    def on_fit_start(self, module: TrainModule) -> None:
+        self.parameters, self.first = list(module.parameters()), next(module.parameters())
+
+    def on_step(self) -> None:
+        torch.nn.init.ones_(self.own[0])
+
+
+def test_parameters_of_the_module_that_a_plugin_keeps_are_in_the_checkpoint(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Trainer(max_steps=1, progress=False, run_dir=tmp_path, plugins=[Keeping()]).fit(Saving(), ROWS, batch_size=2)
+    (note,) = [line for line in capsys.readouterr().err.splitlines() if "Keeping" in line]
+    assert note.startswith("note: Keeping.own changed since")
+
+
 def test_collections_arrays_texts_and_truth_values_are_looked_at_too(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

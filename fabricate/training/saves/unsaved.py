@@ -58,7 +58,7 @@ def _generators(run: Run) -> list[str]:
 def remember(run: Run) -> None:
     """Record the tensors and numbers that the user's objects hold when the fit begins, for `note_changed`."""
     if run.run_dir is not None:
-        run.optim.held = {name: _mark(value) for name, value in _held(run) if _counts(value)}
+        run.optim.held = _marks(run)
 
 
 def note_changed(run: Run) -> None:
@@ -70,9 +70,8 @@ def note_changed(run: Run) -> None:
         )
     if run.run_dir is None:
         return
-    held, unset = run.optim.held, _mark(None)  # None and a missing attribute count as the same
-    now = {name: _mark(value) for name, value in _held(run) if _counts(value)}
-    if changed := [name for name, mark in now.items() if held.get(name, unset) not in (mark, _NAMED)]:
+    held, unset = run.optim.held, _mark(None, set())  # None and a missing attribute count as the same
+    if changed := [name for name, mark in _marks(run).items() if held.get(name, unset) not in (mark, _NAMED)]:
         held.update(dict.fromkeys(changed, _NAMED))
         run.journal.note(
             f"{few(changed)} changed since the fit began but is not in the checkpoint, so a resumed run begins with the value "
@@ -161,10 +160,17 @@ _MOST_ITEMS, _MOST_BYTES = (1000, 50, 0), 2**24
 """The limits of `_mark`: of collections with more items (by depth) only the length is compared, of larger arrays only the shape."""
 
 
-def _mark(value: Any, depth: int = 0) -> Any:
-    """A fingerprint of a value that differs after the value, or something inside it, has changed."""
+def _marks(run: Run) -> dict[str, Any]:
+    """A fingerprint of each value that no checkpoint holds."""
+    saved = {id(tensor) for tensor in (*run.module.parameters(), *run.module.buffers())}
+    return {name: _mark(value, saved) for name, value in _held(run) if _counts(value)}
+
+
+def _mark(value: Any, saved: set[int], depth: int = 0) -> Any:
+    """A fingerprint of a value that differs after the value, or something inside it, has changed. `saved`: the ids of the tensors that
+    checkpoints hold, whose content does not count, because a plugin may keep a list of the parameters."""
     if isinstance(value, torch.Tensor):
-        return id(value), None if value.is_inference() else value._version
+        return id(value), None if value.is_inference() or id(value) in saved else value._version
     if isinstance(value, np.ndarray):
         return value.shape, hash(value.tobytes()) if value.nbytes <= _MOST_BYTES and value.dtype != object else None
     if depth == 0 and is_users(value):
@@ -174,5 +180,5 @@ def _mark(value: Any, depth: int = 0) -> Any:
     if len(value) > _MOST_ITEMS[depth]:
         return len(value)
     items = [*value, *value.values()] if type(value) is dict else value
-    marks = [_mark(each, depth + 1) for each in items]
+    marks = [_mark(each, saved, depth + 1) for each in items]
     return sorted(map(repr, marks)) if type(value) is set else marks
