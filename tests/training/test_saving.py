@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.ao import quantization
 
 from fabricate import Callback, CheckpointError, FabricateError, Trainer, TrainModule
 from fabricate.checkpoint.format.directory import Reader
@@ -322,6 +323,27 @@ def test_a_cache_that_forwards_make_does_not_keep_a_run_from_going_on(tmp_path: 
     result, whole = trained(4), trained(4, run_dir=tmp_path / "whole")
     assert result.metrics == whole.metrics
     Caches.load_from_checkpoint(tmp_path)
+
+
+class Quantising(Regression):
+    """Quantisation-aware training of two channels, whose observer grows with its first forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.tensor([[0.5], [2.0]]))
+        self.fake_quantise = quantization.default_fused_per_channel_wt_fake_quant()
+
+    def training_step(self, batch: Any) -> torch.Tensor:
+        return super().training_step(batch) + (self.fake_quantise(self.weight) - 1).square().mean()
+
+
+def test_an_observer_that_has_grown_is_resumed_and_loaded(tmp_path: Path) -> None:
+    for number, folder in ((2, "parts"), (4, "parts"), (4, "whole")):
+        torch.manual_seed(0)
+        trainer = Trainer(max_steps=number, progress=False, seed=1, run_dir=tmp_path / folder)
+        trainer.fit(Quantising(), ROWS, batch_size=2)
+    assert weights(tmp_path / "parts", 4) == weights(tmp_path / "whole", 4)
+    assert Quantising.load_from_checkpoint(tmp_path / "whole").fake_quantise.scale.shape == (2,)
 
 
 @pytest.mark.parametrize("what", ["raises", "holds a module"])

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -307,7 +307,7 @@ def compare_model(reader: Reader, module: torch.nn.Module, strategy: Strategy) -
 
     A tensor with several names may be saved under any of them. A buffer outside the state dict may be missing on one side, or have another
     shape. Imported checkpoints have no such buffers, and a forward may make or resize a cache. The buffer then keeps the module's value,
-    and is not in the result.
+    and is not in the result. A buffer of the state dict may have another shape if `load_state_dict` of its layer takes it.
     """
     parameters, buffers, others = named_tensors(module)
     live = {f"model/{n}": strategy.local_part(t) for n, t in (*parameters.items(), *buffers.items())}
@@ -319,9 +319,38 @@ def compare_model(reader: Reader, module: torch.nn.Module, strategy: Strategy) -
         if held and tuple(reader.manifest.tensors[held].shape) != live[f"model/{name}"].shape:
             del source[f"model/{name}"]
     _check_complete(reader, module, names, source, saved)
+    resized = {f"model/{prefix}{name}" for prefix, _, values in _resizing(reader, module, source) for name in values}
     for name, there in source.items():
-        _check_fits(reader, name, there, live[name])
+        if name not in resized:
+            _check_fits(reader, name, there, live[name])
     return source
+
+
+def _resizing(
+    reader: Reader, module: torch.nn.Module, source: Mapping[str, str]
+) -> Iterator[tuple[str, torch.nn.Module, dict[str, torch.Tensor]]]:
+    """The layers that have a buffer of another shape in the checkpoint, if their `load_state_dict` resizes it, as observers of torch.ao
+    do: the prefix of the layer's names, the layer, and the saved values of its buffers."""
+    for path, layer in module.named_modules():
+        prefix = f"{path}." if path else ""
+        there = {name: held for name in layer._buffers if (held := source.get(f"model/{prefix}{name}"))}
+        if any(tuple(reader.manifest.tensors[there[n]].shape) != layer.get_buffer(n).shape for n in there):
+            values = {name: read_whole(reader, held) for name, held in there.items()}
+            if _takes(layer, values):
+                yield prefix, layer, values
+
+
+def _takes(layer: torch.nn.Module, values: Mapping[str, torch.Tensor]) -> bool:
+    """Whether `load_state_dict` of `layer` gives its buffers the shapes of `values`. Tried with copies of the buffers."""
+    trial = object.__new__(type(layer))
+    trial.__dict__.update(layer.__dict__)
+    trial._buffers = {name: None if buffer is None else buffer.clone() for name, buffer in layer._buffers.items()}
+    trial._parameters, trial._modules = {}, {}
+    try:
+        trial.load_state_dict(values, strict=False)
+    except Exception:  # torch's error about the shape, or one of a user's layer
+        return False
+    return all(trial.get_buffer(name).shape == value.shape for name, value in values.items())
 
 
 def _possible_names(reader: Reader, live: Iterable[str], others: Mapping[str, str]) -> dict[str, list[str]]:
@@ -376,6 +405,8 @@ def load_model(reader: Reader, module: torch.nn.Module, strategy: Strategy | Non
     """Copy this rank's part of the checkpoint's weights into the memory of `module`, after `compare_model`."""
     strategy = strategy or Single()
     source = compare_model(reader, module, strategy)
+    for _, layer, values in _resizing(reader, module, source):
+        layer.load_state_dict(values, strict=False)
     parameters, buffers, _ = named_tensors(module)
     for name, tensor in (*parameters.items(), *buffers.items()):
         if name_there := source.get(f"model/{name}"):
