@@ -665,6 +665,7 @@ class Trainer:
         num_workers: int = 0,
         collate_fn: Any = None,
     ) -> Any:
-        """One prediction per sample of `data`, in the order of `data`: a list, or for several named sets a mapping of lists, with tensors
-        on the CPU. Rank 0 returns it, other ranks return None. All ranks call it."""
+        """One prediction per sample of `data`, in the order of the data set, also if a loader shuffles it or has a sampler of its own: a
+        list, or for several named sets a mapping of lists, with tensors on the CPU. Rank 0 returns it, other ranks return None. All ranks
+        call it."""
         return self._evaluate("predict", module, data, checkpoint, Loading(batch_size, num_workers, collate_fn))

@@ -239,6 +239,16 @@ def test_another_number_of_processes_that_read_a_stream_is_refused_in_the_middle
     assert run(5, 0).steps == 5
 
 
+def test_other_validation_data_gets_a_note(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    class Validated(Tuned):
+        def validation_step(self, batch: Any) -> dict[str, torch.Tensor]:
+            return {"loss": self.training_step(batch)}
+
+    for steps, val in ((1, ROWS[:4]), (2, list(ROWS[:4])), (3, ROWS[4:]), (4, ROWS[4:6]), (5, ROWS[4:6])):
+        Trainer(max_steps=steps, run_dir=tmp_path, progress=False).fit(Validated(), ROWS, val, batch_size=2)
+        assert ("note: val has other rows than when" in capsys.readouterr().err) == (steps in (3, 4))
+
+
 def test_other_rows_that_lie_in_memory_get_a_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for steps, rows in ((1, ROWS), (2, list(ROWS)), (3, ROWS[::-1])):
         Trainer(max_steps=steps, run_dir=tmp_path, progress=False).fit(Tuned(), rows, batch_size=2)

@@ -238,6 +238,21 @@ def test_states_of_two_early_stoppings_are_not_taken_for_each_other(tmp_path: Pa
     assert [each.best for each in again] == [2.0, 5.0]
 
 
+def test_predictions_of_a_sampler_come_in_the_order_of_the_data_set_with_a_note(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    class Targets(Regression):
+        def predict_step(self, batch: Any) -> Any:
+            return batch[1]
+
+    note = "note: the sampler of the DataLoader chooses the rows; their predictions come in the order of the data set"
+    for options, indices in (({"sampler": [2, 0]}, [0, 2]), ({"shuffle": True}, range(len(ROWS)))):
+        rows = torch.utils.data.DataLoader(ROWS, batch_size=2, **options)  # type: ignore[arg-type]
+        predictions = Trainer(progress=False).predict(Targets(), rows)
+        assert [float(each) for each in predictions] == [float(ROWS[index][1]) for index in indices]
+        assert (note in capsys.readouterr().err) == ("sampler" in options)
+
+
 def test_predictions_may_be_arrays_and_need_all_rows() -> None:
     class Arrays(Regression):
         def predict_step(self, batch: Any) -> Any:

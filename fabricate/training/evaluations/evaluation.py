@@ -294,6 +294,10 @@ def predict(run: Run, sources: Mapping[str, Source]) -> list[Any] | dict[str, li
             calls.on_eval_start(trainer, module, "predict")
         for name, source in sources.items():
             run.now.data_set = name
+            if source.samplers and source.shuffle is None:
+                run.journal.note(
+                    "the sampler of the DataLoader chooses the rows; their predictions come in the order of the data set, not the sampler's"
+                )
             for item, batch in _batches(run, source):
                 restore = _before_stand_in(module) if item.rows == 0 else None
                 output = _step(run, batch, "predict")

@@ -283,6 +283,13 @@ def _compare_rows(run: Run, path: Path, tree: Any, now: dict[str, Any]) -> None:
         run.journal.event("data_changed", reason=note)
         if run.engine.rank == 0:
             print(f"warning: {note}", file=sys.stderr, flush=True)
+    for name, val in now["validation"].items():
+        saved = then.get("validation", {}).get(name, {})
+        if any(_differ(key, saved, val) for key in val):
+            run.journal.note(
+                f"{f'the set {name!r} of val' if name else 'val'} has other rows than when {path} was saved, or they were computed again. "
+                "With other rows, metrics from before and after this point cannot be compared, as keep and EarlyStopping do"
+            )
 
 
 def _differ(name: str, then: Any, now: Any) -> bool:

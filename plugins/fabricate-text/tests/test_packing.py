@@ -158,6 +158,12 @@ def test_a_model_whose_packed_rows_see_each_other_is_refused() -> None:
         check_packing(transformers.MambaForCausalLM(config))
 
 
+def test_packed_and_plain_rows_of_one_batch_keep_their_positions_in_any_order() -> None:
+    packed, plain = {"input_ids": [1, 2, 3], "position_ids": [0, 1, 0]}, {"input_ids": [4, 5]}
+    assert PAD([packed, plain])["position_ids"].tolist() == [[0, 1, 0], [0, 1, 0]]
+    assert PAD([plain, packed])["position_ids"].tolist() == [[0, 1, 0], [0, 1, 0]]
+
+
 def test_padding_that_rows_bring_along_is_no_target_and_is_not_attended_to() -> None:
     rows = [
         {"input_ids": [5, 6, 0, 0], "attention_mask": [1, 1, 0, 0]},

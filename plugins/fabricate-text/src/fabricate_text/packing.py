@@ -160,7 +160,7 @@ class Pad:
             "input_ids": self._filled(ids, missing),
             "labels": self._filled(labels, missing, IGNORED),
         }
-        if self.flatten or "position_ids" in rows[0]:
+        if self.flatten or any("position_ids" in row for row in rows):
             padded = [torch.cat([each, torch.arange(n)]) for each, n in zip(places, missing, strict=True)]
             batch |= {"position_ids": torch.stack(padded), "use_cache": False}
         else:
