@@ -69,6 +69,15 @@ def test_a_validation_within_an_epoch_is_among_the_printed_differences(
     assert ("val_check_interval counts the updates of the whole fit" in capsys.readouterr().out) == printed
 
 
+@pytest.mark.parametrize(("limit", "batches", "printed"), [(0.4, 3, True), (2, 2, False), (1.0, 7, False)])
+def test_a_share_of_the_data_is_a_share_of_the_rows(
+    limit: float, batches: int, printed: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trained = by_fabricate(Classifier(), loader(8, 52), max_epochs=1, limit_train_batches=limit, limit_val_batches=0)
+    assert trained.trainer.num_training_batches == trained.trainer.global_step == batches  # 0.4: of 20 rows
+    assert ("limit_train_batches=0.4: a share of the rows, so the last batch" in capsys.readouterr().out) == printed
+
+
 # ------------------------------------------------------------------------------------------------- configure_optimizers
 
 

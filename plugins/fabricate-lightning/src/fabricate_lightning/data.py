@@ -85,15 +85,19 @@ def num_batches(loader: Any, world_size: int, limit: float | None) -> float:
         number: float = len(loader)
     except TypeError:
         number = math.inf
+    share = limit if isinstance(limit, float) else 1.0  # of the rows, or of the batches of the user's own sampler
     sampler = getattr(loader, "batch_sampler", None)
     if type(sampler) is BatchSampler and number < math.inf:
-        rows, size = len(sampler.sampler), sampler.batch_size * world_size  # type: ignore[arg-type]
+        rows, size = _part(len(sampler.sampler), share), sampler.batch_size * world_size  # type: ignore[arg-type]
         number = rows // size if sampler.drop_last else -(-rows // size)
     elif number < math.inf:
-        number = -(-number // world_size)
-    if isinstance(limit, int):
-        return min(number, limit)
-    return number if limit is None or number == math.inf else max(1, int(number * limit))
+        number = -(-_part(int(number), share) // world_size)
+    return min(number, limit) if isinstance(limit, int) else number
+
+
+def _part(number: int, share: float) -> int:
+    """`share` of `number`, at least 1, as fabricate computes a limit."""
+    return max(min(number, 1), int(number * share + 1e-9))
 
 
 def rows_of(batch: Any) -> int:

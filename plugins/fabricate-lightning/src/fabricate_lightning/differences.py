@@ -9,6 +9,8 @@ from fabricate import Trainer
 from fabricate_lightning.hooks import WITHOUT_EFFECT
 from fabricate_lightning.kinds import overrides
 
+_LIMITS = ("limit_train_batches", "limit_val_batches", "overfit_batches")
+
 
 def lines(adapted: Any, trainer: Trainer) -> Iterator[str]:
     """The differences of a fit, one sentence each."""
@@ -33,6 +35,7 @@ def lines(adapted: Any, trainer: Trainer) -> Iterator[str]:
         "a value logged with on_step is the mean since the last log boundary (in Lightning: the last value); the mean of each epoch "
         "is logged too, as epoch_NAME"
     )
+    yield from _shares(trainer)
     yield from _validations(trainer)
     if settings.max_steps is not None:
         yield "an epoch that max_steps cuts short ends with on_train_epoch_end, and no mean is logged for it"
@@ -50,6 +53,15 @@ def lines(adapted: Any, trainer: Trainer) -> Iterator[str]:
     if trainer.run_dir is not None:
         yield f"checkpoints are directories in {trainer.run_dir}/checkpoints, named by their step and without pickle; they resume exactly"
     yield from adapted.view.notes
+
+
+def _shares(trainer: Trainer) -> Iterator[str]:
+    given = {name: getattr(trainer.settings, name) for name in _LIMITS}
+    if shares := [f"{name}={value}" for name, value in given.items() if isinstance(value, float) and value < 1]:
+        yield (
+            f"{', '.join(shares)}: a share of the rows, so the last batch may be smaller; Lightning takes a share of the batches, "
+            "rounded down"
+        )
 
 
 def _validations(trainer: Trainer) -> Iterator[str]:
