@@ -38,7 +38,8 @@ def deepspeed_strategy(path: str, content: Mapping[str, Any]) -> str:
     if not isinstance(zero, dict) or "stage" not in zero:
         raise ConfigurationError(
             f"config file {path!r} sets neither distributed_type (an Accelerate YAML) nor zero_optimization.stage (a DeepSpeed "
-            f"JSON); give a file that sets one of them. This one sets {', '.join(map(str, content)) or 'nothing'}"
+            f"JSON); give a file that sets one of them. This one sets {', '.join(map(str, content)) or 'nothing'}. A file of the "
+            "Trainer's arguments has to end in .yaml"
         )
     return with_options(zero_strategy(f"config file {path!r}: zero_optimization", zero["stage"]), {"config": path})
 

@@ -176,7 +176,7 @@ def test_a_deepspeed_file_is_told_by_its_content(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("learning_rate: 0.1", "sets neither distributed_type .*This one sets learning_rate"),
+        ("learning_rate: 0.1", "sets neither distributed_type .*This one sets learning_rate.*has to end in .yaml"),
         ("- 1", "holds no settings"),
         ("{", "is neither YAML nor JSON"),
         ('{"zero_optimization": {"stage": 7}}', "stage 7"),
