@@ -12,7 +12,7 @@ import datetime
 import json
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -64,6 +64,15 @@ def looking_alone() -> Iterator[None]:
         yield
     finally:
         dist.is_initialized = before
+
+
+def restore_buffers(values: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Give each buffer its earlier value, and its shape: an observer of torch.ao grows in its first forward."""
+    with torch.no_grad():
+        for buffer, value in values:
+            if buffer.shape != value.shape:
+                buffer.resize_(value.shape)
+            buffer.copy_(value)
 
 
 def _leave() -> None:
@@ -316,16 +325,10 @@ class Group:
         rank's own buffers, so that an evaluation changes nothing."""
         if self.world_size == 1:
             return lambda: None
-        buffers = list(module.buffers())
-        own = [buffer.clone() for buffer in buffers]
-        for buffer in buffers:
+        own = [(buffer, buffer.clone()) for buffer in module.buffers()]
+        for buffer, _ in own:
             broadcast(buffer)
-
-        def restore() -> None:
-            for buffer, value in zip(buffers, own, strict=True):
-                buffer.copy_(value)
-
-        return restore
+        return lambda: restore_buffers(own)
 
     def report_failure(self, exc: BaseException, listeners: Sequence[Listener] = ()) -> RankError | None:
         """Write this rank's failure into the store, for the other ranks. If `exc` is only an echo of a failure on another rank (see

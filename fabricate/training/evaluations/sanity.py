@@ -10,8 +10,7 @@ import contextlib
 import dataclasses
 from collections.abc import Iterator
 
-import torch
-
+from fabricate.distributed.group import restore_buffers
 from fabricate.metrics.torchmetrics_objects import snapshot_torchmetrics
 from fabricate.training.evaluations.evaluation import check_keep, evaluate
 from fabricate.training.saves.attributes import remembered
@@ -54,9 +53,7 @@ def put_back(run: Run) -> Iterator[None]:
         run.engine.moment.trial = False
         restore_attributes()
         restore_metrics()
-        with torch.no_grad():
-            for buffer, value in buffers:
-                buffer.copy_(value)
+        restore_buffers(buffers)
         run.journal.latest, run.optim.changing = latest, changing
         requests = run.requests
         requests.stop, requests.save, requests.paths, requests.evaluate = (
