@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.ao import quantization
 
 from fabricate import Callback, FitResult, Trainer, TrainModule
 
@@ -75,6 +76,18 @@ class Scripted(Regression):
 
     def validation_step(self, batch: Any) -> Any:
         return {"loss": next(self.values)}
+
+
+class Quantising(Regression):
+    """Quantisation-aware training of two channels, whose observer grows with its first forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.tensor([[0.5], [2.0]]))
+        self.fake_quantise = quantization.default_fused_per_channel_wt_fake_quant()
+
+    def training_step(self, batch: Any) -> torch.Tensor:
+        return super().training_step(batch) + (self.fake_quantise(self.weight) - 1).square().mean()
 
 
 def exploding(at: int, *, gradient_only: bool = False) -> Any:

@@ -8,11 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.ao import quantization
 
 from fabricate import Callback, ConfigurationError, EarlyStopping, Every, FabricateError, Trainer, hookimpl
 from fabricate.training.opening import environment_restored
-from tests.support.regression import ROWS, Hears, Regression, equal, fit, weights
+from tests.support.regression import ROWS, Hears, Quantising, Regression, equal, fit, weights
 
 
 class Collects(Regression):
@@ -55,18 +54,6 @@ def test_batches_before_training_leave_no_trace() -> None:
     assert equal(ends[0][1], ends[1][1])
     assert ends[0][2] == ends[1][2]
     assert len(listener.evaluations) == 2
-
-
-class Quantising(Regression):
-    """With an observer of two channels, which grows with its first forward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.tensor([[0.5], [2.0]]))
-        self.fake_quantise = quantization.default_fused_per_channel_wt_fake_quant()
-
-    def training_step(self, batch: Any) -> torch.Tensor:
-        return super().training_step(batch) + (self.fake_quantise(self.weight) - 1).square().mean()
 
 
 def test_buffers_that_grow_before_training_get_their_shape_back() -> None:

@@ -12,12 +12,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch.ao import quantization
 
 from fabricate import Callback, CheckpointError, FabricateError, Trainer, TrainModule
 from fabricate.checkpoint.format.directory import Reader
 from fabricate.checkpoint.format.files import Files
-from tests.support.regression import ROWS, Regression
+from tests.support.regression import ROWS, Quantising, Regression
 from tests.support.runs import (
     GLOBAL_BATCH,
     SAVED,
@@ -323,18 +322,6 @@ def test_a_cache_that_forwards_make_does_not_keep_a_run_from_going_on(tmp_path: 
     result, whole = trained(4), trained(4, run_dir=tmp_path / "whole")
     assert result.metrics == whole.metrics
     Caches.load_from_checkpoint(tmp_path)
-
-
-class Quantising(Regression):
-    """Quantisation-aware training of two channels, whose observer grows with its first forward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.tensor([[0.5], [2.0]]))
-        self.fake_quantise = quantization.default_fused_per_channel_wt_fake_quant()
-
-    def training_step(self, batch: Any) -> torch.Tensor:
-        return super().training_step(batch) + (self.fake_quantise(self.weight) - 1).square().mean()
 
 
 def test_an_observer_that_has_grown_is_resumed_and_loaded(tmp_path: Path) -> None:

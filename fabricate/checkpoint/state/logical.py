@@ -333,8 +333,9 @@ def _resizing(
     do: the prefix of the layer's names, the layer, and the saved values of its buffers."""
     for path, layer in module.named_modules():
         prefix = f"{path}." if path else ""
-        there = {name: held for name in layer._buffers if (held := source.get(f"model/{prefix}{name}"))}
-        if any(tuple(reader.manifest.tensors[there[n]].shape) != layer.get_buffer(n).shape for n in there):
+        buffers = {name: buffer for name, buffer in layer._buffers.items() if buffer is not None}
+        there = {name: held for name in buffers if (held := source.get(f"model/{prefix}{name}"))}
+        if any(tuple(reader.manifest.tensors[held].shape) != buffers[name].shape for name, held in there.items()):
             values = {name: read_whole(reader, held) for name, held in there.items()}
             if _takes(layer, values):
                 yield prefix, layer, values
