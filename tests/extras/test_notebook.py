@@ -61,7 +61,8 @@ def test_a_notebook_shows_one_bar(ran: tuple[list[Any], list[str]]) -> None:
     assert bars[0].data["text/html"].startswith('<progress value="16" max="16"></progress> <code>step 16/16  loss ')
     assert bars[0].data["text/plain"].startswith("step 16/16  loss ")
     assert len(updates) >= 3
-    assert any(line.startswith(("step 8/16", "step 9/16")) for line in updates)
+    steps = {int(line.removeprefix("step ").partition("/")[0]) for line in updates if line.startswith("step ")}
+    assert steps & set(range(1, 16)), "on a busy machine the bar skips steps"
     text = "".join(output.text for output in outputs if output.output_type == "stream")
     assert text.count("val_loss") == 2
     assert "steps/s" not in text, "no plain lines beside the bar"
