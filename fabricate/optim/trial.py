@@ -12,27 +12,43 @@ from typing import Any
 
 import torch
 
+from fabricate.optim.inner import inner_optimizers
+from fabricate.seeding import rng_state, set_rng_state
+
 State = dict[torch.Tensor, dict[str, Any]]
 
 
 def tried_state(optimizer: torch.optim.Optimizer, parameters: Mapping[torch.Tensor, torch.Tensor]) -> State:
-    """The state of each parameter after a first step, with tensors on the meta device. `parameters`: for each parameter of the optimizer, a
-    tensor with the shape and the dtype to try. The optimizer is not changed, and its hooks do not run. Raises the errors of its step."""
-    tried = copy.copy(optimizer)
-    # Attributes of the optimizer, which `copy` leaves out. Containers are copied, as a step may put meta tensors there.
-    own = {n: copy.copy(v) if isinstance(v, dict | list | set) else v for n, v in optimizer.__dict__.items()}
-    tried.__dict__ = {**own, **tried.__dict__}
-    tried.state = defaultdict(dict)
-    tried.param_groups = []
-    empty = {}
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            empty[parameter] = _like(parameters[parameter])
-        fast = {key: False for key in ("fused", "foreach", "capturable") if group.get(key) is not None}
-        tried.param_groups.append({**group, **fast, "params": [empty[parameter] for parameter in group["params"]]})
-    with torch.no_grad(), torch.compiler.set_stance("force_eager"):
-        type(optimizer).step(tried)
+    """The state of each parameter after a first step, with tensors on the meta device. `parameters`: for each parameter of the module, a
+    tensor with the shape and the dtype to try. Nothing that the optimizer holds is changed, no random number is drawn, and its hooks do not
+    run. Raises the errors of its step, and of copying it."""
+    empty = {parameter: _like(tensor) for parameter, tensor in parameters.items()}
+    tried = _copied(optimizer, empty)
+    before = rng_state()
+    try:
+        with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+            type(optimizer).step(tried)
+    finally:
+        set_rng_state(before)
     return {parameter: tried.state.get(stand_in, {}) for parameter, stand_in in empty.items()}
+
+
+def _copied(optimizer: torch.optim.Optimizer, empty: Mapping[torch.Tensor, torch.Tensor]) -> torch.optim.Optimizer:
+    """A copy of `optimizer` and all that it holds, without state and hooks, with the tensors `empty` in place of the parameters."""
+    originals = [optimizer, *(each for _, each in inner_optimizers(optimizer, ""))]
+    states = [each.state for each in originals]
+    memo: dict[int, Any] = {id(parameter): stand_in for parameter, stand_in in empty.items()}
+    memo |= {id(state): defaultdict(dict) for state in states}
+    memo |= {id(each): object.__new__(type(each)) for each in originals}
+    for each in originals:
+        copied: torch.optim.Optimizer = memo[id(each)]
+        torch.optim.Optimizer.__setstate__(copied, {"defaults": {}})  # without hooks
+        # A scheduler sets `step` on the object, where it refers to the original.
+        own = {n: v for n, v in vars(each).items() if n != "step" and (n not in vars(copied) or n == "defaults")}
+        vars(copied).update(copy.deepcopy(own, memo))
+        for group in copied.param_groups:
+            group.update({key: False for key in ("fused", "foreach", "capturable") if group.get(key) is not None})
+    return memo[id(optimizer)]  # type: ignore[no-any-return]
 
 
 def _like(tensor: torch.Tensor) -> torch.Tensor:
