@@ -255,7 +255,7 @@ def test_samplers_optimizers_and_plugins_are_looked_at_and_what_changes_late_is_
     )
     assert "note: not in checkpoints: what get_extra_state gives of scaling. Save it in on_save" in output.out
     first, second = [line for line in output.err.splitlines() if "changed since the fit began" in line]
-    assert "Late.seen, Late.mean, Counting.steps, Pausing.steps" in first
+    assert "Late.seen, Late.mean, Pausing.steps, Counting.steps" in first
     assert "Order (train).passes" in first or "and 1 more" in first
     assert second.startswith("note: Late.stage changed")
 

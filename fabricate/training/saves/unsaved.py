@@ -17,6 +17,7 @@ import torch
 from fabricate.errors import few
 from fabricate.metrics.torchmetrics_objects import path_inside
 from fabricate.module import overrides
+from fabricate.optim.inner import inner_optimizers
 from fabricate.optim.schedules import captured
 from fabricate.training.saves.attributes import OURS, is_users
 from fabricate.training.state.run_state import Run
@@ -86,26 +87,40 @@ def _buffers(run: Run) -> str:
 
 
 def _held(run: Run) -> Iterator[tuple[str, Any]]:
-    """The attributes that no checkpoint holds, of the module and its submodules, plugins without `on_save`, optimizers, the training data
-    and its samplers."""
+    """Attributes that no checkpoint holds: of the module, its submodules and its optimizers, unless the module has `on_save`; of plugins
+    without it; of the training data and its samplers."""
     if not overrides(run.module, "on_save"):
         for name, child in run.module.named_modules():
             where = f"{type(run.module).__name__}{'.' if name else ''}{name}"
             yield from _numbers(where, child) if _is_torchs(child) else _attributes(where, child)
+        yield from _of_optimizers(list(run.optim.optimizers.values()))
     saving = {name for name, _ in run.calls.listeners("on_save")}
     for name, plugin in run.calls.manager.list_name_plugin():
         if plugin is not run.module and name not in saving:
             yield from _attributes(name, plugin)
-    saved = vars(torch.optim.SGD([torch.zeros(1)]))  # attributes that every optimizer has; checkpoints hold their state
-    for optimizer in run.optim.optimizers.values():
-        held = _attributes(type(optimizer).__name__, optimizer)
-        yield from ((name, value) for name, value in held if name.rpartition(".")[2] not in saved)
     if run.source is not None and run.source.resumes != "by its own state":
         data, in_order = run.source.data, run.source.resumes == "by replay"
         for part in (data, getattr(data, "dataset", None)):
             yield from _attributes(f"{type(part).__name__} (train)", part, seeded=in_order)
         for sampler in run.source.samplers:
             yield from _attributes(f"{type(sampler).__name__} (train)", sampler, seeded=True)
+
+
+def _of_optimizers(optimizers: list[torch.optim.Optimizer]) -> Iterator[tuple[str, Any]]:
+    """The attributes of optimizers that no checkpoint holds, and the state that the optimizers inside them keep for themselves."""
+    common = vars(
+        torch.optim.SGD([torch.zeros(1)])
+    )  # attributes that every optimizer has; checkpoints hold their state
+    for optimizer in optimizers:
+        label = type(optimizer).__name__
+        inside = [pair for pair in inner_optimizers(optimizer, label) if pair[1] not in optimizers]
+        for where, each in ((label, optimizer), *inside):
+            for name, value in _attributes(where, each):
+                if name.rpartition(".")[2] not in common and not isinstance(value, torch.optim.Optimizer):
+                    yield name, value
+        for where, each in inside:
+            if each.state is not optimizer.state:
+                yield f"{where}.state", {parameter: kept for parameter, kept in each.state.items() if kept}
 
 
 def _made_by_fsdp(kind: type) -> bool:
