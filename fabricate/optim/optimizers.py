@@ -108,9 +108,26 @@ def _check_optimizer(where: str, name: str, optimizer: torch.optim.Optimizer) ->
             f"{where}: LBFGS evaluates the loss several times per update, which the loop does not support; choose another "
             "optimizer"
         )
+    _refuse_prepared(f"{where}: optimizer {name!r}", optimizer)
+    try:
+        optimizer.register_step_pre_hook(lambda *_: None).remove()
+    except AttributeError as exc:
+        raise ConfigurationError(
+            f"{where}: optimizer {name!r}, {type(optimizer).__name__}, is not complete ({exc}). In its __init__, call "
+            "super().__init__(params, defaults) first"
+        ) from exc
     if not any(p.requires_grad for g in optimizer.param_groups for p in g["params"]):
         raise ConfigurationError(
             f"{where}: optimizer {name!r} holds no trainable parameter; give it parameters that require grad"
+        )
+
+
+def _refuse_prepared(what: str, part: Any) -> None:
+    """Raise `ConfigurationError` for an optimizer or a scheduler that `accelerator.prepare` returned."""
+    if type(part).__module__.startswith("accelerate."):
+        raise ConfigurationError(
+            f"{what} is {type(part).__name__}, which accelerator.prepare returned; return the one that was passed to prepare, because "
+            "the loop steps it itself"
         )
 
 
@@ -131,6 +148,7 @@ def _schedule(
         raise ConfigurationError(
             f"{where} is the class {scheduler.__name__}; return an object, {scheduler.__name__}(optimizer, ...)"
         )
+    _refuse_prepared(where, scheduler)
     if not all(callable(getattr(scheduler, n, None)) for n in ("step", "state_dict", "load_state_dict")):
         raise ConfigurationError(
             f"{where} is {type(scheduler).__name__}; it needs step(), state_dict(), load_state_dict(), or to be one of the names "

@@ -244,7 +244,7 @@ def _dtypes(tensors: Iterable[torch.Tensor | None]) -> list[str]:
 def _state_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
     """The tensors that an optimizer keeps per parameter, without counters."""
     for state in optimizer.state.values():
-        for value in state.values():
+        for value in state.values() if isinstance(state, Mapping) else ():
             if isinstance(value, torch.Tensor) and value.ndim:
                 yield value
 

@@ -33,6 +33,11 @@ def _sgd(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.1)
 
 
+class _Wrapper(torch.optim.Optimizer):
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.param_groups = inner.param_groups
+
+
 @pytest.mark.parametrize(
     ("configure", "message"),
     [
@@ -72,10 +77,32 @@ def _sgd(parameters: Any) -> torch.optim.Optimizer:
             "optimizer 'main' holds no trainable parameter",
         ),
         (lambda self: dict.fromkeys(("a", "b"), _sgd(self.parameters())), "optimizer 'b' is listed twice"),
+        (
+            lambda self: _Wrapper(_sgd(self.parameters())),
+            "optimizer 'main', _Wrapper, is not complete ('_Wrapper' object has no attribute",
+        ),
     ],
 )
 def test_a_wrong_optimizer_is_refused_before_the_first_step(configure: Any, message: str) -> None:
     refused(message, module=_optimizers(configure))
+
+
+@pytest.mark.parametrize("which", ["optimizer", "scheduler"])
+def test_what_accelerate_prepared_for_training_is_refused(which: str) -> None:
+    def configure(self: Any) -> Any:
+        optimizer = _sgd(self.parameters())
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        prepared = accelerate.optimizer.AcceleratedOptimizer(optimizer)
+        if which == "optimizer":
+            return prepared
+        return optimizer, accelerate.scheduler.AcceleratedScheduler(schedule, prepared)
+
+    kind = "optimizer 'main' is AcceleratedO" if which == "optimizer" else "the scheduler of 'main' is AcceleratedS"
+    try:
+        refused(f"configure_optimizers: {kind}", module=_optimizers(configure))
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
 
 
 def test_an_optimizer_over_no_parameters_is_refused_with_the_number_there_is() -> None:

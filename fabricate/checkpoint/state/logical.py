@@ -468,12 +468,8 @@ def load_optimizer(
         if logical.startswith(prefix):
             name, _, key = logical.removeprefix(prefix).rpartition("/")
             keys.setdefault(name, []).append(key)
-    optimizer.state.clear()
-
-    @functools.cache
-    def tried() -> State:
-        return tried_state(optimizer, {p: p for group in groups for p in group.values()})
-
+    _clear(optimizer.state)
+    tried = functools.cache(functools.partial(_tried, optimizer, groups))
     for live, stored, group in zip(optimizer.param_groups, saved["groups"], groups, strict=True):
         live.update(decode_mapping(reader, stored["options"], f"a group of optimizer {label!r}"))
         on_device = bool(live.get("fused") or live.get("capturable"))
@@ -488,11 +484,27 @@ def load_optimizer(
             for key, tree in values.items():
                 value = decode_with(reader, tree)
                 if isinstance(value, dict):
-                    value = _restored(reader, f"{where}/{key}", value, tried()[parameter].get(key), parameter.device)
+                    value = _restored(
+                        reader, f"{where}/{key}", value, tried().get(parameter, {}).get(key), parameter.device
+                    )
                 state[key] = value
             for key, part in strategy.restore_optimizer_state(optimizer, parameter, state).items():
                 _fill(reader, f"{where}/{key}", part)
     strategy.after_load()
+
+
+def _clear(state: dict[Any, Any]) -> None:
+    """Remove the state of parameters; what an optimizer keeps under other keys is as its constructor set it."""
+    for key in [key for key in state if isinstance(key, torch.Tensor)]:
+        del state[key]
+
+
+def _tried(optimizer: torch.optim.Optimizer, groups: Groups) -> State:
+    """The state that a first step leaves; none if the step does not run on the meta device, where no tensor subclass is expected."""
+    try:
+        return tried_state(optimizer, {p: p for group in groups for p in group.values()})
+    except Exception:  # optimizers may raise anything there
+        return {}
 
 
 def _saved_tensors(

@@ -149,7 +149,8 @@ class _Rehearsal:
     def _sort(self, work: list[tuple[Window, list[tuple[Any, Rows]]]]) -> None:
         """Sort the tensors that are alive between two updates by kind."""
         run = self.run
-        state = (value for o in run.optim.optimizers.values() for each in o.state.values() for value in each.values())
+        states = (each for o in run.optim.optimizers.values() for each in o.state.values() if isinstance(each, Mapping))
+        state = (value for each in states for value in each.values())
         by_kind = {
             ledger.PARAMETERS: list(map(_local, self.state.parameters)),
             ledger.STATE: [_local(value) for value in state if isinstance(value, torch.Tensor)],

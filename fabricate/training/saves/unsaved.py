@@ -107,7 +107,8 @@ def _held(run: Run) -> Iterator[tuple[str, Any]]:
 
 
 def _of_optimizers(optimizers: list[torch.optim.Optimizer]) -> Iterator[tuple[str, Any]]:
-    """The attributes of optimizers that no checkpoint holds, and the state that the optimizers inside them keep for themselves."""
+    """What no checkpoint holds of optimizers: their attributes, state under a name and not a parameter, and the state that the optimizers
+    inside them keep for themselves."""
     common = vars(
         torch.optim.SGD([torch.zeros(1)])
     )  # attributes that every optimizer has; checkpoints hold their state
@@ -118,6 +119,9 @@ def _of_optimizers(optimizers: list[torch.optim.Optimizer]) -> Iterator[tuple[st
             for name, value in _attributes(where, each):
                 if name.rpartition(".")[2] not in common and not isinstance(value, torch.optim.Optimizer):
                     yield name, value
+        yield from (
+            (f"{label}.state[{key!r}]", v) for key, v in optimizer.state.items() if not isinstance(key, torch.Tensor)
+        )
         for where, each in inside:
             if each.state is not optimizer.state:
                 yield f"{where}.state", {parameter: kept for parameter, kept in each.state.items() if kept}
