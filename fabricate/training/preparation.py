@@ -53,6 +53,7 @@ from fabricate.training.saves.saved_state import leave_out_frozen_weights, versi
 from fabricate.training.saves.unsaved import remember, unsaved_notes
 from fabricate.training.state.run_state import Run
 from fabricate.training.updates.optimizer_modes import train_mode
+from fabricate.training.updates.step_code import notes_of_clipping
 from fabricate.training.updates.stepping import prepare_updates
 from fabricate.training.written import refuse_max_norm
 from fabricate.values import Every
@@ -172,6 +173,8 @@ def _configure_optimizers(run: Run) -> None:
     optim.configured = configured(optim.optimizers, optim.schedules)
     run.notes.extend(leave_out_frozen(optim.optimizers))
     run.notes.extend(notes_of_untrained(module, optim.optimizers))
+    if run.calls.train_step is None:  # a plugin that takes the place of training_step may run backward in it
+        run.notes.extend(notes_of_clipping(module))
     optim.frozen = {name: p for name, p in module.named_parameters() if not p.requires_grad}
     optim.trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
     _check_schedules(run, where)

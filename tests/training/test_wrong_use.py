@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import threading
 from collections.abc import Callable
@@ -513,6 +514,49 @@ def test_a_module_that_an_evaluation_puts_in_training_mode_gets_a_note_once(
 
     Trainer(max_steps=4, progress=False, validate_every=1).fit(Trains(), ROWS, ROWS, batch_size=2)
     assert capsys.readouterr().err.count("note: Trains is in training mode at the end of an evaluation (validate)") == 1
+
+
+class Clips(Regression):
+    def training_step(self, batch: Any) -> torch.Tensor:
+        self.clip()
+        return super().training_step(batch)
+
+    def clip(self) -> None:
+        torch.nn.utils.clip_grad_norm_(self.parameters(), 1.0)
+
+
+class ClipsValues(Regression):
+    def training_step(self, batch: Any) -> torch.Tensor:
+        for parameter in self.parameters():
+            with contextlib.suppress(RuntimeError):  # torch refuses a parameter without gradient
+                torch.nn.utils.clip_grad_value_(parameter, 1.0)
+        return super().training_step(batch)
+
+
+class ClipsItsOwn(Clips):
+    def training_step(self, batch: Any) -> torch.Tensor:
+        probe = torch.nn.Linear(1, 1)
+        probe(torch.ones(1)).backward()
+        torch.nn.utils.clip_grad_norm_(probe.parameters(), 1.0)
+        return Regression.training_step(self, batch)
+
+
+class ClipsLater(Regression):
+    def on_before_step(self) -> None:
+        torch.nn.utils.clip_grad_norm_(self.parameters(), 1.0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "called"),
+    [(Clips, "clip_grad_norm_"), (ClipsValues, "clip_grad_value_"), (ClipsItsOwn, ""), (ClipsLater, "")],
+)
+def test_gradients_that_a_step_clips_too_early_get_a_note(
+    kind: Any, called: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Trainer(max_steps=1, progress=False).fit(kind(), ROWS, batch_size=2)
+    found = [line for line in capsys.readouterr().out.splitlines() if "but gradients are computed after" in line]
+    assert len(found) == bool(called)
+    assert not found or f"note: {kind.__name__}.training_step calls {called}, but" in found[0]
 
 
 def test_gradients_that_are_cleared_between_micro_batches_are_refused() -> None:
