@@ -176,6 +176,13 @@ def is_over_a_part(loss: torch.Tensor, rows: int | None = None) -> bool:
     return any(_is_over_a_part(node, rows, counts) for node in terms)
 
 
+def divisors(loss: torch.Tensor) -> list[float]:
+    """The numbers by which the whole `loss` is divided."""
+    numbers: list[float] = []
+    _origin(loss, numbers)
+    return numbers
+
+
 def mean_over(loss: torch.Tensor) -> int:
     """How many values `loss` averages; 0 if it is no mean or has several terms."""
     nodes = [node for node, _ in _terms(loss)]

@@ -559,6 +559,29 @@ def test_gradients_that_a_step_clips_too_early_get_a_note(
     assert not found or f"note: {kind.__name__}.training_step calls {called}, but" in found[0]
 
 
+@pytest.mark.parametrize(("divisor", "accumulation", "noted"), [(2, 2, True), (2, 4, False), (1, 1, False)])
+def test_a_loss_that_is_divided_by_the_accumulation_gets_a_note(
+    divisor: int, accumulation: int, noted: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def halved(self: Any, loss: torch.Tensor) -> torch.Tensor:
+        return loss / 2
+
+    class Divides(Regression):
+        accumulation_steps = divisor
+
+        def training_step(self, batch: Any) -> torch.Tensor:
+            return super().training_step(batch) / self.accumulation_steps
+
+    trainer = Trainer(max_steps=1, progress=False, gradient_accumulation_steps=accumulation)
+    for module in (Divides(), answering(halved)):  # a loss may be halved for another reason
+        trainer.fit(module, ROWS, batch_size=1)
+    notes = [line for line in capsys.readouterr().err.splitlines() if "divides its loss" in line]
+    assert len(notes) == noted
+    assert (
+        not notes or "note: Divides.training_step divides its loss by 2 (accumulation_steps), and the loop" in notes[0]
+    )
+
+
 def test_gradients_that_are_cleared_between_micro_batches_are_refused() -> None:
     message = "the gradients of earlier micro-batches of this update are gone: Wrong.training_step, or"
     refused(message, module=answering(_own_zero_grad), forwards=2, gradient_accumulation_steps=2)

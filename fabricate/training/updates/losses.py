@@ -36,6 +36,7 @@ from fabricate.training.updates.step_output import (
     check_loss,
     check_not_negative,
     check_window,
+    note_accumulation,
     note_divisor,
     unpack,
 )
@@ -212,6 +213,7 @@ class WindowLosses:
         self._rows = window.rows
         self._expected = 0.0
         """The estimated weight of the window; known from its first loss on, or from earlier windows."""
+        self._micro_batches = window.num_micro_steps
         self._one_micro_batch = window.num_micro_steps == 1 and losses.readers == 1
         self._averaged = averaged and not self._one_micro_batch
         self._weights: list[Any] = []
@@ -317,6 +319,7 @@ class WindowLosses:
         if self._first is not None:
             is_split = not self._one_micro_batch
             check_window(self._losses.run, self.rule.source, self.optimizer, self._first, is_split)
+            note_accumulation(self._losses.run, self._first.divisors, self._micro_batches)
             self._losses.rules[self.optimizer] = self._new_rules
         self.total = self.rule.total(self._rows, self._weights)
         self.mean = self.values[0] if self._one_micro_batch else None

@@ -27,7 +27,8 @@ def notes_of_clipping(module: TrainModule) -> list[str]:
 
 
 def names_in_step(module: TrainModule) -> set[str]:
-    """The names of globals and attributes in the code of `training_step`, and of the user's methods that these names may stand for."""
+    """The names of globals, attributes and enclosing variables in the code of `training_step`, and of the user's methods that these names
+    may stand for."""
     return _names(module, "training_step", set())
 
 
@@ -37,7 +38,7 @@ def _names(module: TrainModule, method: str, seen: set[str]) -> set[str]:
     code = getattr(inspect.unwrap(getattr(owner, method, None)), "__code__", None)  # type: ignore[arg-type]
     if code is None or owner.__module__.startswith(("torch.", "fabricate.", "fabricate_")):
         return set()
-    names = {name for each in _nested(code) for name in each.co_names}
+    names = {name for each in _nested(code) for name in (*each.co_names, *each.co_freevars)}
     return names.union(
         *(_names(module, name, seen) for name in names if hasattr(type(module), name) and name not in seen)
     )

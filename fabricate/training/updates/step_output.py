@@ -6,6 +6,7 @@ Must not know: in which order things happen (fabricate.training.loop).
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -14,6 +15,7 @@ import torch
 from fabricate.data.batches import leading_dimensions, several_labels
 from fabricate.errors import ConfigurationError, did_you_mean
 from fabricate.metrics.loss_weight import (
+    divisors,
     function_of_a_mean,
     is_over_a_part,
     is_sum,
@@ -23,6 +25,7 @@ from fabricate.metrics.loss_weight import (
     terms_over_labels,
 )
 from fabricate.training.state.run_state import Run
+from fabricate.training.updates.step_code import names_in_step
 
 
 def unpack(output: Any) -> tuple[Any, Any, Any]:
@@ -70,6 +73,8 @@ class Made(NamedTuple):
     is_sum: bool
     divisor: float | None
     """The divisor, if the loss is a sum over the batch that is divided by a number; see `odd_divisor`."""
+    divisors: list[float]
+    """The numbers by which the whole loss is divided."""
     over_a_part: bool
     values: int
     """How many values the loss averages; 0 if it is no mean or has several terms."""
@@ -87,7 +92,15 @@ class Made(NamedTuple):
         over_a_part, cross_entropies = is_over_a_part(loss, rows), terms_over_labels(loss)
         values, function = mean_over(loss), function_of_a_mean(loss, rows)
         return cls(
-            last_operation(loss), is_sum(loss, rows), divisor, over_a_part, values, function, cross_entropies, rows
+            last_operation(loss),
+            is_sum(loss, rows),
+            divisor,
+            divisors(loss),
+            over_a_part,
+            values,
+            function,
+            cross_entropies,
+            rows,
         )
 
     def part(self) -> str:
@@ -211,6 +224,22 @@ def _note_rows(run: Run, made: Made) -> None:
         "the number of rows of its batch. Where rows have unequal numbers of labels, return {'loss': loss, 'weight': the number that "
         "the mean was taken over} from training_step, and a weight with the metrics of validation_step"
     )
+
+
+_ACCUMULATION = re.compile("accum.*(step|grad|batch|iter)|grad.*accum")
+"""Finds names such as accumulation_steps, accumulate_grad_batches, accum_iter and grad_accum."""
+
+
+def note_accumulation(run: Run, divisors: list[float], micro_batches: int) -> None:
+    """Note a loss that training_step divides by the number of `micro_batches` of the update, as the names in its code confirm: other losses
+    may be divided by 2 or 4 too."""
+    if micro_batches == 1 or not any(math.isclose(divisor, micro_batches) for divisor in divisors):
+        return
+    if name := next((each for each in sorted(names_in_step(run.module)) if _ACCUMULATION.search(each.lower())), ""):
+        run.journal.note(
+            f"{type(run.module).__name__}.training_step divides its loss by {micro_batches} ({name}), and the loop takes the mean over the "
+            f"{micro_batches} micro-batches of an update: gradients are {micro_batches} times too small. Return the loss undivided"
+        )
 
 
 def note_divisor(run: Run, divisor: float) -> None:
