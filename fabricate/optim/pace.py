@@ -38,6 +38,8 @@ def _signs(made: Any, total_steps: int | None, per_epoch: int | None) -> Iterato
         yield f"its step_size of {made.step_size} is less than the {epoch} updates of an epoch"
     elif isinstance(made, lr_scheduler.MultiStepLR) and made.milestones and max(made.milestones) < epoch:
         yield f"its last milestone, {max(made.milestones)}, is less than the {epoch} updates of an epoch"
+    elif isinstance(made, lr_scheduler.CosineAnnealingWarmRestarts):
+        yield from _signs_of_restarts(made.T_0, epoch, total_steps or 0)
     elif isinstance(made, lr_scheduler.StepLR | lr_scheduler.ExponentialLR):
         yield from _signs_of_decay(made.gamma ** (half // getattr(made, "step_size", 1)), half)
     elif isinstance(made, lr_scheduler.LambdaLR):
@@ -45,6 +47,11 @@ def _signs(made: Any, total_steps: int | None, per_epoch: int | None) -> Iterato
     elif isinstance(made, lr_scheduler.SequentialLR | lr_scheduler.ChainedScheduler):
         for part in made._schedulers:
             yield from _signs(part, total_steps, per_epoch)
+
+
+def _signs_of_restarts(first: int, epoch: int, total_steps: int) -> Iterator[str]:
+    if first < epoch and first * epoch <= total_steps:
+        yield f"its T_0 of {first} is less than the {epoch} updates of an epoch, and no more than the epochs of this fit"
 
 
 def _signs_of_decay(left: float, half: int) -> Iterator[str]:

@@ -353,10 +353,14 @@ PER_EPOCH: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
     "StepLR advances once per update, and its step_size of 1 is less than": (
         lambda o: lr_scheduler.SequentialLR(o, [lr_scheduler.ConstantLR(o), lr_scheduler.StepLR(o, 1)], [3])
     ),
+    "CosineAnnealingWarmRestarts advances once per update, and its T_0 of 3 is less than the 5 updates of an epoch": (
+        lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 3)
+    ),
 }
 PER_UPDATE: list[Callable[[torch.optim.Optimizer], Any]] = [
     lambda o: lr_scheduler.StepLR(o, 5),
     lambda o: lr_scheduler.MultiStepLR(o, [2, 9]),
+    lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 4),  # restarts several times in an epoch
     lambda o: lr_scheduler.ExponentialLR(o, 0.9),
     lambda o: lr_scheduler.LambdaLR(o, lambda step: 1 - step / 15),
     lambda o: transformers.get_cosine_schedule_with_warmup(o, 2, 15),
