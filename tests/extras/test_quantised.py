@@ -50,7 +50,7 @@ def quantization(kind: str, **options: Any) -> Any:
     return transformers.TorchAoConfig(Int8WeightOnlyConfig(version=2) if kind == "torchao-int8" else four)
 
 
-def llama(folder: Path, seed: int = 0) -> Path:
+def llama(folder: Path, seed: int = 0, tied: bool = False) -> Path:
     """A tiny Llama, saved; its linear layers have 64 rows or columns, the least that blocks of codes want."""
     config = transformers.LlamaConfig(
         vocab_size=64,
@@ -60,6 +60,7 @@ def llama(folder: Path, seed: int = 0) -> Path:
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=32,
+        tie_word_embeddings=tied,
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -73,9 +74,9 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Adapted(TrainModule):
-    def __init__(self, base: Path, kind: str, **options: Any) -> None:
+    def __init__(self, base: Path, kind: str, lora: dict[str, Any] | None = None, **options: Any) -> None:
         super().__init__()
-        self.base, self.kind, self.options = base, kind, options
+        self.base, self.kind, self.lora, self.options = base, kind, lora or {}, options
         self.losses: list[float] = []
 
     def configure_model(self) -> None:
@@ -85,7 +86,8 @@ class Adapted(TrainModule):
         model = peft.prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
         before = rng_state()
         torch.manual_seed(7)
-        config = peft.LoraConfig(r=4, lora_dropout=0.1, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+        targets = ["q_proj", "v_proj"]
+        config = peft.LoraConfig(r=4, lora_dropout=0.1, target_modules=targets, task_type="CAUSAL_LM", **self.lora)
         self.model = peft.get_peft_model(model, config)
         set_rng_state(before)
 
@@ -336,6 +338,24 @@ def test_the_merged_model_is_what_was_trained_and_transformers_reads_it_alone(
     print(f"{kind}: {distance:.1e} from what was trained, {change:.1e} from the base")
     assert distance < (1e-5 if kind != "int8" else 0.02)  # bitsandbytes rounds activations to 8 bits as well
     assert change > 0.1
+
+
+@pytest.mark.filterwarnings("ignore:.*`tie_word_embeddings=(True|False)`")
+@pytest.mark.parametrize("lora", [{"init_lora_weights": "olora"}, {"modules_to_save": ["lm_head"]}])
+def test_a_base_that_adapters_change_or_whose_layers_are_tied_is_merged_as_trained(
+    lora: dict[str, Any], tmp_path: Path
+) -> None:
+    module = Adapted(llama(tmp_path / "base", tied=True), "nf4", lora)
+    trainer = Trainer(max_steps=STEPS, run_dir=tmp_path / "run", precision="fp32", progress=False, seed=1)
+    trainer.fit(module, ROWS, batch_size=4)
+    result = CliRunner().invoke(main, ["ckpt", "merge", str(tmp_path / "run"), str(tmp_path / "merged")])
+    assert result.exit_code == 0, result.output
+    merged: Any = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
+    for layer in module.modules():
+        if isinstance(layer, Linear4bit):
+            layer.support_avx512bf16_for_cpu = False  # which rounds its scales
+    with torch.no_grad():
+        torch.testing.assert_close(merged(TOKENS).logits, module.model.eval()(TOKENS).logits, rtol=0, atol=1e-5)
 
 
 def test_a_merge_over_another_base_or_without_one_is_refused(base: Path, tmp_path: Path) -> None:

@@ -38,9 +38,13 @@ def merge(checkpoint: Path, out: Path, base: str | None = None) -> list[str]:
         place = base or record["base"]
         model = _load(record, place)
         label, config = _adapter(reader, record, place)
-        _compare(reader, record, _adapted(model, config, label))
-        _dequantise(model)
         adapted = _adapted(model, config, label)
+        _compare(reader, record, adapted)
+        if getattr(model.config, "quantization_config", None) is not None:
+            _dequantise(adapted.unload())
+            model.tie_weights()  # unload() has replaced layers of modules_to_save by copies
+            config.init_lora_weights = True  # "olora" has changed the weights already, and must not do it again
+            adapted = _adapted(model, config, label)
         outside = _fill(reader, record, adapted)
         adapted.merge_and_unload().to(getattr(torch, record["dtype"])).save_pretrained(staging)
         remarks = [f"left out, because they are not part of the transformers model: {few(outside)}"] if outside else []
@@ -120,14 +124,13 @@ def _inside(record: Any, adapted: torch.nn.Module) -> torch.nn.Module:
 
 
 def _compare(reader: Reader, record: Any, adapted: Any) -> None:
-    """Raise CheckpointError unless the base is the one that the adapters were trained with. Afterwards the adapters are removed from it."""
+    """Raise CheckpointError unless the base is the one that the adapters were trained with."""
     module = _inside(record, adapted)
     quantised, left_out = quantised_weights(module), shared_state(reader)["module"].get("frozen", {})
     for name, parameter in module.named_parameters():
         if name in left_out and name not in quantised and digest(parameter.detach()) != left_out[name]:
             parameter.data = parameter.data.float()  # peft's prepare_model_for_kbit_training does the same
     compare_frozen(reader, module, Single())
-    adapted.unload()
 
 
 def _dequantise(model: Any) -> None:
