@@ -32,6 +32,9 @@ INITIALISED = {
 }
 """Initialisations that read or change the weights of the base."""
 OF_SHARED_WEIGHTS = {
+    "head": peft.LoraConfig(r=4, target_modules=[*ATTENTION, "lm_head"]),
+    "embedding": peft.LoraConfig(r=4, target_modules=[*ATTENTION, "embed_tokens"]),
+    "both": peft.LoraConfig(r=4, target_modules=[*ATTENTION, "embed_tokens"], ensure_weight_tying=True),
     "saved head": peft.LoraConfig(r=4, target_modules=ATTENTION, modules_to_save=["lm_head"]),
     "saved embedding": peft.LoraConfig(r=4, target_modules=ATTENTION, modules_to_save=["embed_tokens"]),
 }

@@ -6,6 +6,7 @@ know: runs, ranks.
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,7 @@ def merge(checkpoint: Path, out: Path, base: str | None = None) -> list[str]:
             config.init_lora_weights = True  # "olora" has changed the weights already, and must not do it again
             adapted = _adapted(model, config, label)
         outside = _fill(reader, record, adapted)
+        _untie(adapted)
         adapted.merge_and_unload().to(getattr(torch, record["dtype"])).save_pretrained(staging)
         remarks = [f"left out, because they are not part of the transformers model: {few(outside)}"] if outside else []
         return remarks + _save_tokenizer(place, staging)
@@ -169,6 +171,15 @@ def _fill(reader: Reader, record: Any, adapted: Any) -> list[str]:
             f"checkpoint {reader.path} lacks {few(missing)}. If it was saved with another version of peft, install that version"
         )
     return sorted(name for name in saved if name not in parameters and name not in buffers)
+
+
+def _untie(adapted: Any) -> None:
+    """Give each layer with an adapter a weight of its own: a merge into a weight that another layer shares would change both."""
+    holders = Counter(id(weight) for _, weight in adapted.named_parameters(remove_duplicate=False))
+    for layer in adapted.modules():
+        weight = getattr(getattr(layer, "base_layer", None), "weight", None)
+        if weight is not None and holders[id(weight)] > 1:
+            layer.base_layer.weight = torch.nn.Parameter(weight.detach().clone(), requires_grad=False)
 
 
 def _save_tokenizer(place: str, folder: Path) -> list[str]:
