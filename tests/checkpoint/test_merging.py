@@ -116,3 +116,16 @@ def test_tied_layers_are_merged_each_with_its_own_adapter(name: str, tmp_path: P
     merged = check(tmp_path, OF_SHARED_WEIGHTS[name], tied=True)
     tied = json.loads((tmp_path / "merged" / "config.json").read_text())["tie_word_embeddings"]
     assert not tied or torch.equal(merged.get_input_embeddings().weight, merged.get_output_embeddings().weight)
+
+
+def test_a_base_that_was_built_in_code_has_to_be_given(tmp_path: Path) -> None:
+    trained = fit(tmp_path, None, peft.LoraConfig(r=4, target_modules=ATTENTION))
+    refused = merge(tmp_path)
+    assert refused.exit_code == 2
+    assert "names no place of its base model" in refused.output
+    assert "give this folder with --base" in refused.output
+    llama(tied=False).save_pretrained(tmp_path / "base")
+    result = merge(tmp_path, "--base", str(tmp_path / "base"))
+    assert result.exit_code == 0, result.output
+    merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    torch.testing.assert_close(logits(merged), trained, rtol=0, atol=1e-5)

@@ -69,6 +69,11 @@ def _load(record: Any, place: str) -> Any:
     import transformers
     from transformers.quantizers.auto import AutoQuantizationConfig
 
+    if not place:
+        raise ConfigurationError(
+            "the checkpoint names no place of its base model, because the script built it from a configuration. In the script, write "
+            "the base model into a folder with save_pretrained, before peft adapts it, and give this folder with --base"
+        )
     kind = getattr(transformers, record["class"], None)
     if kind is None:
         raise ConfigurationError(
