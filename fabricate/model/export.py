@@ -74,7 +74,7 @@ def _export_adapter(model: Any, strategy: Strategy, path: Path | None) -> None:
     """Write the adapter and its configuration in the format of peft. All ranks; `path` is None on the ranks that do not write."""
     from peft import get_peft_model_state_dict
 
-    live = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers())
+    live = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
     saved = {id(tensor) for tensor in get_peft_model_state_dict(model, state_dict=live).values()}
     whole = {name: strategy.gather(tensor).cpu() for name, tensor in live.items() if id(tensor) in saved}
     if path is not None:

@@ -29,8 +29,9 @@ INITIALISED = {
     "pissa": peft.LoraConfig(r=4, target_modules=ATTENTION, init_lora_weights="pissa"),
     "olora": peft.LoraConfig(r=4, target_modules=ATTENTION, init_lora_weights="olora"),
     "mica": peft.LoraConfig(r=4, target_modules=ATTENTION, init_lora_weights="mica"),
+    "vera": peft.VeraConfig(r=4, target_modules=ATTENTION),
 }
-"""Initialisations that read or change the weights of the base."""
+"""Initialisations that read or change the weights of the base, or make values that all layers share."""
 OF_SHARED_WEIGHTS = {
     "head": peft.LoraConfig(r=4, target_modules=[*ATTENTION, "lm_head"]),
     "embedding": peft.LoraConfig(r=4, target_modules=[*ATTENTION, "embed_tokens"]),
