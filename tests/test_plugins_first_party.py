@@ -111,6 +111,7 @@ def test_an_average_is_validated_exported_and_resumed_bit_for_bit(tmp_path: Path
         assert all(map(_equal, steps[3:], resumed_steps))
         assert metrics == resumed_metrics
         assert _equal(exported, _exported(tmp_path / "resumed"))
+    assert "stores another value" not in (tmp_path / "whole" / "events.jsonl").read_text()
 
 
 def test_the_best_checkpoint_is_loaded_with_its_average(tmp_path: Path) -> None:

@@ -148,6 +148,7 @@ def test_a_fit_ends_with_the_mean_of_the_weights_and_resumes_to_the_last_bit(
         assert result.metrics["val_first"] == pytest.approx(measured.item(), rel=1e-4)
         assert all(torch.equal(final[name], value) for final in again for name, value in watches.final.items())
         assert same_when_complete
+    assert "stores another value" not in (directory / strategy / "events.jsonl").read_text()
 
 
 def test_learning_rates_go_from_the_schedule_to_the_averaging_rate() -> None:

@@ -15,7 +15,7 @@ import torch
 import xxhash
 
 from fabricate.errors import RankError, few
-from fabricate.strategies.sharding import is_sharded, is_wrapper
+from fabricate.strategies.sharding import Part, is_sharded, is_wrapper
 from fabricate.training.state.run_state import Run
 
 _OF_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -52,6 +52,10 @@ def compare(run: Run) -> None:
 
 def digest_of(value: Any) -> str:
     """The digest of a value that a listener of `on_save` stores; equal for equal values. For a sharded tensor, only the shape counts."""
+    if isinstance(value, Part):
+        return digest_of(value.memory) if value.replicated else _digest((value.dtype, value.shape))
+    if isinstance(value, set | frozenset):
+        return _digest(sorted(map(repr, value)))
     if isinstance(value, Mapping):
         return _digest([(key, digest_of(each)) for key, each in value.items()])
     if isinstance(value, list | tuple):
