@@ -62,7 +62,7 @@ class LearningRateFinder(Callback):
         self._complete = False
         """Whether the test is done: all rates were tried, or the loss diverged at one of them."""
         self._before: list[tuple[torch.Tensor, torch.Tensor]] = []
-        """The memory of each weight and buffer of this rank, and a copy of its values before the test."""
+        """This rank's memory of each weight, and each buffer, with a copy of its values before the test."""
 
     def rate(self, update: int) -> float:
         """The learning rate of the update number `update`, from 0."""
@@ -89,9 +89,8 @@ class LearningRateFinder(Callback):
                 f"would end before max_lr is tried. Set max_steps={self.num_training_steps}, or a smaller num_training_steps"
             )
         self.results, self._mean, self._complete = {"lr": [], "loss": []}, 0.0, False
-        tensors = [*module.parameters(), *module.buffers()]
-        memories = [trainer.strategy.local_part(tensor).memory for tensor in tensors]
-        self._before = [(memory, memory.clone()) for memory in memories]
+        memories = [trainer.strategy.local_part(parameter).memory for parameter in module.parameters()]
+        self._before = [(tensor, tensor.clone()) for tensor in (*memories, *module.buffers())]
 
     def on_epoch_start(self, trainer: Trainer) -> None:
         if trainer.step and not self.results["lr"]:
@@ -143,8 +142,10 @@ class LearningRateFinder(Callback):
 
         before, self._before = self._before, []
         with torch.no_grad():
-            for memory, value in before:
-                memory.copy_(value)
+            for tensor, value in before:
+                if tensor.shape != value.shape:
+                    tensor.resize_(value.shape)
+                tensor.copy_(value)
         if before and strategy is not None:
             strategy.after_load()
 

@@ -92,6 +92,8 @@ class SaveOnException(Callback):
         set_generator_states(self._generators)
         with torch.no_grad():
             for buffer, value in self._buffers:
+                if buffer.shape != value.shape:
+                    buffer.resize_(value.shape)
                 buffer.copy_(value)
         trainer.save(path)
         return f"step {trainer.step} is saved in {path}. Run the same script again to continue from it"

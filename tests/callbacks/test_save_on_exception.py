@@ -19,7 +19,7 @@ STEPS, FAILS_IN = 5, 3
 
 
 class Net(TrainModule):
-    """Dropout and running statistics: what an update changes before it fails."""
+    """Dropout, running statistics and a buffer that grows: what an update changes before it fails."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -27,9 +27,11 @@ class Net(TrainModule):
         self.net = torch.nn.Sequential(
             torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Dropout(0.3), torch.nn.Linear(8, 1)
         )
+        self.register_buffer("grows", torch.zeros(0), persistent=False)
 
     def training_step(self, batch: Any) -> torch.Tensor:
         x, y = batch
+        self.grows.set_(torch.ones(len(self.grows) + 1))
         loss = torch.nn.functional.mse_loss(self.net(x).squeeze(-1), y)
         self.log("noise", torch.rand(()).item())
         return loss
