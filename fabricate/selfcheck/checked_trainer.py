@@ -6,13 +6,18 @@ makes.
 
 from __future__ import annotations
 
+import json
 import os
 from dataclasses import replace
-from typing import Any
+from pathlib import Path
+from typing import Any, NoReturn
 
 from torch.utils.data import BatchSampler, DataLoader
 
 from fabricate import trainer
+from fabricate.callbacks.hub_push import HubPush
+from fabricate.callbacks.profiler import Profiler
+from fabricate.callbacks.save_on_exception import SaveOnException
 from fabricate.configuration.arguments import Settings
 from fabricate.configuration.batch_size_finder import BatchSizeFinder
 from fabricate.errors import ConfigurationError
@@ -23,6 +28,9 @@ from fabricate.selfcheck.requests import Rehearsal, Trial
 from fabricate.values import FitResult
 
 __all__ = ["Trainer"]
+
+_fitted: set[str] = set()
+"""The folders of the trials whose fit has begun."""
 
 
 class Trainer(trainer.Trainer):
@@ -48,6 +56,9 @@ class Trainer(trainer.Trainer):
         **loading: Any,
     ) -> FitResult:
         if isinstance(runner.request, Trial):
+            if runner.request.notes in _fitted:
+                end_at_second_fit(runner.request, self.is_main)
+            _fitted.add(runner.request.notes)
             train, batch_size = resplit(train, runner.request)
             resume = "auto"
         if isinstance(batch_size, BatchSizeFinder):
@@ -65,6 +76,7 @@ def rehearsed(settings: Settings, rehearsal: Rehearsal) -> Settings:
 
 def tried(settings: Settings, trial: Trial) -> Settings:
     """`settings` with the accumulation and the number of updates of the trial, without validation, trackers and files."""
+    plugins = [each for each in settings.plugins if not isinstance(each, HubPush | Profiler | SaveOnException)]
     return replace(
         settings,
         strategy="auto",  # the launcher sets it
@@ -79,8 +91,19 @@ def tried(settings: Settings, trial: Trial) -> Settings:
         sanity_batches=0,
         trackers=(),
         limit_train_batches=None,
-        plugins=(*settings.plugins, Trying(trial)),
+        load_best=False,
+        plugins=(*plugins, Trying(trial)),
     )
+
+
+def end_at_second_fit(trial: Trial, is_main: bool) -> NoReturn:
+    """End the script, because a trial compares its first fit, and note this."""
+    file = Path(trial.notes, "notes.json")
+    if is_main and file.exists():
+        notes = json.loads(file.read_text())
+        notes["notes"].append("the script has further fits, and only the first was checked")
+        file.write_text(json.dumps(notes))
+    raise SystemExit
 
 
 def resplit(train: Any, trial: Trial) -> tuple[Any, int | None]:

@@ -79,6 +79,17 @@ def test_a_script_that_fails_or_trains_nothing_is_told_so(tmp_path: Path) -> Non
         assert complaint in shown.stderr
 
 
+def test_the_first_of_several_fits_is_checked_without_callbacks_that_write(tmp_path: Path) -> None:
+    text = SCRIPT.read_text(encoding="utf-8").replace("import Trainer,", "import SaveOnException, Trainer,")
+    text = text.replace('run_dir="never-made"', 'run_dir="never-made", plugins=[SaveOnException()]')
+    text = text.replace("    print(result", "    trainer.fit(torch.nn.Module(), loader)\n    print(result")
+    (tmp_path / "train.py").write_text(text, encoding="utf-8")
+    command = ["check-invariance", "--global-batch", "2", "--worlds", "1,2", "--steps", "2", str(tmp_path / "train.py")]
+    shown = CliRunner().invoke(main, command)
+    assert shown.exit_code == 0, shown.output
+    assert shown.output.count("note: the script has further fits, and only the first was checked\n") == 1
+
+
 def test_a_global_batch_is_split_in_every_way_and_the_whole_comes_first() -> None:
     splits = [(s.world_size, s.micro_batch, s.accumulation) for s in _factorisations(12, (3, 2, 5))]
     assert splits[0] == (1, 12, 1)
