@@ -65,6 +65,18 @@ _HIGHER_IS_BETTER = frozenset(
         "score",
         "reward",
         "return",
+        "pearson",
+        "pearsonr",
+        "spearman",
+        "spearmanr",
+        "kendall",
+        "corr",
+        "correlation",
+        "concordance",
+        "jaccard",
+        "hit",
+        "hits",
+        "success",
     ]
 )
 

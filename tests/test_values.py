@@ -87,7 +87,7 @@ def test_the_result_of_a_fit_has_defaults_for_a_run_without_directory() -> None:
     assert FitResult(3, 1, {"loss": 0.5}, "max_steps", Path("here")).checkpoint == Path("here")
 
 
-@pytest.mark.parametrize("metric", ["val_acc", "val/accuracy", "val_F1", "top5_acc", "mAP"])
+@pytest.mark.parametrize("metric", ["val_acc", "val/accuracy", "val_F1", "top5_acc", "mAP", "val_pearson", "hits@10"])
 def test_a_metric_whose_name_says_that_higher_is_better_needs_a_mode(metric: str) -> None:
     with pytest.raises(ConfigurationError, match=rf"^keep: is a higher or a lower '{metric}' better\?"):
         metric_mode("keep", metric, None)

@@ -150,7 +150,7 @@ def parse_keep(name: str, value: Any) -> dict[str, Any]:
         parsed["last"] = None if parsed["last"] == "all" else parsed["last"]
         counts = [1 if parsed["last"] is None else parsed["last"], parsed.get("best", 1)]
         if parsed["mode"] in ("min", "max") and all(type(c) is int and c >= 1 for c in counts):
-            if "best" in value:
+            if "metric" in value:  # also without "best": trainer.validate(checkpoint="best") chooses by it
                 metric_mode(f"{name}={value!r}", str(parsed["metric"]), value.get("mode"))
             return parsed
     raise ConfigurationError(

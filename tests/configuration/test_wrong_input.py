@@ -111,6 +111,10 @@ def test_a_setting_that_cannot_run_is_refused_before_the_first_step(arguments: d
             {"keep": {"best": 1, "metric": "val_acc"}},
             "keep={'best': 1, 'metric': 'val_acc'}: is a higher or a lower 'val_acc' better?",
         ),
+        (
+            {"keep": {"last": 2, "metric": "val_acc"}},
+            "keep={'last': 2, 'metric': 'val_acc'}: is a higher or a lower 'val_acc' better?",
+        ),
         ({"validate_every": "1.5 epochs"}, "validate_every='1.5 epochs': Every(epochs=1.5): epochs are whole numbers"),
         ({"log_every": None}, "log_every=None is not a duration"),
         ({"keep": 0}, "keep=0: give a number of at least 1, 'all', or a mapping such as {'last': 2,"),
