@@ -23,7 +23,7 @@ def diff(ctx: click.Context, first: Path, second: Path, as_json: bool) -> None:
     """Show what the runs in RUN_A and RUN_B do not have in common. Exit code 1 if they differ.
 
     Compares plan, versions, the description of the data and the configuration; then names the first logged metric that differs,
-    and the first tensor of the checkpoints of one step. Times do not count.
+    and the first tensor of the checkpoints of one step. Times and RUN_DIR/model/ do not count.
 
     \b
     Examples:
