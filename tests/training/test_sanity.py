@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -126,6 +127,86 @@ def test_what_lies_in_objects_of_the_module_and_in_wrappers_is_put_back_too() ->
     fit(module, wraps, val=ROWS, max_steps=4, sanity_batches=2)
     assert (module.table.rows, float(module.table.counts[0]), float(module.tensor)) == (8, 4, 4)
     assert (len(module.lists["a"]), len(module.probe.batches), wraps.batches) == (5, 4, 4)
+
+
+SEEN: list[int] = []
+COUNTS = {"batches": np.zeros(()), "rows": torch.zeros(())}
+TABLE = Table()
+
+
+def note_row() -> None:
+    TABLE.rows += 1
+
+
+class Collector(Callback):
+    """Receives rows from validation_step, and clears them at the end of each evaluation."""
+
+    shared: ClassVar[list[int]] = []
+
+    def __init__(self) -> None:
+        self.rows: list[int] = []
+        self.lengths: list[int] = []
+
+    def on_eval_end(self) -> None:
+        self.lengths.append(len(self.rows))
+        self.rows.clear()
+
+
+@pytest.mark.parametrize("number", [0, 2])
+def test_what_validation_puts_into_plugins_and_global_variables_is_put_back_too(number: int) -> None:
+    collector, in_scope = Collector(), [0]
+
+    class Gives(Regression):
+        def validation_step(self, batch: Any) -> Any:
+            collector.rows.append(1)
+            Collector.shared.append(1)
+            in_scope.append(1)
+            note_row()
+            SEEN.append(1)
+            for count in COUNTS.values():
+                count += 1
+            return {"loss": 1.0}
+
+    SEEN.clear()
+    Collector.shared.clear()
+    TABLE.rows = 0
+    for count in COUNTS.values():
+        count.fill_(0) if isinstance(count, torch.Tensor) else count.fill(0)
+    fit(Gives(), collector, val=ROWS, max_steps=4, sanity_batches=number)
+    assert collector.lengths == [4]
+    assert [len(SEEN), len(Collector.shared), len(in_scope) - 1, TABLE.rows, *COUNTS.values()] == [4] * 6
+
+
+FIXED = np.broadcast_to(np.zeros(1), 3)
+GRAPH = torch.eye(3).to_sparse()
+NAMESPACE: Any = __builtins__
+MODULES = sys.modules
+
+
+def test_global_variables_that_cannot_be_written_are_left_alone() -> None:
+    class Reads(Regression):
+        def __init__(self) -> None:
+            super().__init__()
+            self.graph = GRAPH
+
+        def validation_step(self, batch: Any) -> Any:
+            assert NAMESPACE
+            assert MODULES
+            return {"loss": GRAPH.to_dense().sum() + float(FIXED.sum())}
+
+    modules = list(sys.modules)
+    assert fit(Reads(), val=ROWS, max_steps=4, sanity_batches=2).metrics["val_loss"] == 3
+    assert list(sys.modules)[: len(modules)] == modules
+
+
+def test_a_long_chain_of_objects_is_put_back() -> None:
+    module = Tables()
+    module.chain = None  # type: ignore[assignment]
+    for _ in range(3000):
+        table = Table()
+        table.following, module.chain = module.chain, table  # type: ignore[attr-defined]
+    fit(module, val=ROWS, max_steps=4, sanity_batches=2)
+    assert module.table.rows == 8
 
 
 class NoStep(Regression):

@@ -1,18 +1,24 @@
-"""Recording and restoring the attributes of the user's objects. Must not know: when, and why."""
+"""Recording and restoring the attributes of the user's objects, and the global variables of their methods. Must not know: when, and why."""
 
 from __future__ import annotations
 
 import functools
+import os
 import sys
 import sysconfig
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 import numpy as np
 import torch
 
+from fabricate.optim.schedules import captured
+
+LIBRARIES = ("torch", "transformers", "torchmetrics", "peft", "datasets", "fabricate", "builtins", "accelerate")
+"""Packages whose classes are not the user's, wherever they are installed."""
 _DEEPSPEEDS = {
     *("ds_id", "ds_external_parameters", "ds_recompute_parameters", "ds_grads_remaining"),
     "applied_pre_backward_ref_cnt",
@@ -22,17 +28,15 @@ OURS = frozenset(
     | _DEEPSPEEDS
 )
 """The attributes that torch, fabricate and DeepSpeed set on a module."""
-_MOST_BYTES, _MOST_ITEMS = 2**26, 1000
-"""Limits: the bytes of tensors and arrays that are recorded in all, and the items of a collection that are followed."""
+_MOST_BYTES, _MOST_ITEMS, _MOST_VALUES = 2**26, 1000, 100_000
+"""Limits: the bytes of tensors and arrays that are recorded in all, the items of a collection that are followed, and the values in all."""
 
 
 def remembered(module: torch.nn.Module, others: Iterable[object] = ()) -> Callable[[], None]:
-    """Record the attributes of `module`, its submodules and `others`, including the contents of collections, tensors, arrays and objects of
-    the user's classes. The returned function restores all of them."""
+    """Record the attributes of `module`, its submodules and `others`, and the contents of the global variables that their methods name:
+    collections, tensors, arrays and objects of the user's classes. The returned function restores all of them."""
     memory = _Memory()
-    memory.take_attributes(module)
-    for value in (*module.modules(), *others):
-        memory.take(value)
+    memory.take([*memory.attributes(module), *module.modules(), type(module), *others])
     return memory.put_back
 
 
@@ -47,35 +51,68 @@ class _Memory:
             for undo in self._undo:
                 undo()
 
-    def take(self, value: object) -> None:
-        if id(value) in self._seen:
-            return
-        self._seen[id(value)] = value  # holds a reference, so that the id is not used again
+    def take(self, values: Iterable[object]) -> None:
+        """Record `values`, then what they hold, and so on."""
+        pending = deque(values)
+        while pending and len(self._seen) < _MOST_VALUES:
+            value = pending.popleft()
+            if id(value) not in self._seen:
+                self._seen[id(value)] = value  # holds a reference, so that the id is not used again
+                pending.extend(self._record(value))
+
+    def _record(self, value: object) -> Iterable[object]:
+        """Record one value; returns what it holds."""
         if isinstance(value, torch.Tensor):
-            if self._has_room(value.nbytes) and not value.is_inference() and type(value) is torch.Tensor:
+            if type(value) is torch.Tensor and _is_plain(value) and self._has_room(value.nbytes):
                 self._undo.append(partial(_copy_back, value, value.detach().clone()))
         elif isinstance(value, np.ndarray):
-            if self._has_room(value.nbytes):
+            if value.flags.writeable and self._has_room(value.nbytes):
                 self._undo.append(partial(np.copyto, value, value.copy()))
         elif isinstance(value, list | dict | set | deque):
             self._undo.append(partial(_refill, value, value.copy()))
             if len(value) <= _MOST_ITEMS:
-                for item in value.values() if isinstance(value, dict) else value:
-                    self.take(item)
+                return value.values() if isinstance(value, dict) else value
+        elif isinstance(value, FunctionType | partial):
+            return _named(value)
+        elif isinstance(value, type):
+            held = (getattr(each, "__func__", each) for each in vars(value).values())  # of static and class methods
+            return [*held, *value.__bases__] if _is_users_module(value.__module__) else ()
         elif is_users(value):
-            self.take_attributes(value)
+            return [*self.attributes(value), type(value)]
+        return ()
 
-    def take_attributes(self, value: object) -> None:
+    def attributes(self, value: object) -> Iterable[object]:
+        """Record which attributes `value` has; returns them."""
         self._seen[id(value)] = value
         own = {name: held for name, held in vars(value).items() if name not in OURS}
         self._undo.append(partial(_reset, value, own))
-        for held in own.values():
-            self.take(held)
+        return own.values()
 
     def _has_room(self, size: int) -> bool:
         fits = self._bytes + size <= _MOST_BYTES
         self._bytes += size if fits else 0
         return fits
+
+
+def _named(function: FunctionType | partial[Any]) -> list[object]:
+    """The values that a function was created with, and the global variables that it names if it is the user's."""
+    held = list(captured(function).values())
+    if isinstance(function, FunctionType) and _is_users_module(function.__globals__.get("__name__", "")):
+        variables = function.__globals__
+        held += [variables[name] for name in _names(function.__code__) if name in variables]
+    return held
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            yield from _names(inner)
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether a tensor can be compared and written: it is no sparse one, for example."""
+    return tensor.layout is torch.strided and not tensor.is_meta and not tensor.is_inference()
 
 
 def _copy_back(tensor: torch.Tensor, before: torch.Tensor) -> None:
@@ -85,8 +122,18 @@ def _copy_back(tensor: torch.Tensor, before: torch.Tensor) -> None:
 
 
 def _refill(collection: Any, before: Any) -> None:
+    # An unchanged collection is not written, because other threads may read it.
+    if len(collection) == len(before) and _items(collection) == _items(before):
+        return
     collection.clear()
     collection.extend(before) if isinstance(collection, list | deque) else collection.update(before)
+
+
+def _items(collection: Any) -> Any:
+    """What makes two collections equal: the items themselves, whatever they say about being equal."""
+    if isinstance(collection, dict):
+        return {key: id(value) for key, value in collection.items()}
+    return collection if isinstance(collection, set) else list(map(id, collection))
 
 
 def _reset(value: object, before: dict[str, Any]) -> None:
@@ -97,15 +144,20 @@ def _reset(value: object, before: dict[str, Any]) -> None:
 
 def is_users(value: object) -> bool:
     """Whether the class of `value` is the user's, not one of an installed package."""
-    if isinstance(value, type) or not hasattr(value, "__dict__"):
+    if isinstance(value, type | ModuleType) or not hasattr(value, "__dict__"):
         return False
-    module = sys.modules.get(type(value).__module__)
-    file = getattr(module, "__file__", None)
-    package = type(value).__module__.partition(".")[0]
-    return package not in ("builtins", "fabricate") and not (file is not None and file.startswith(_installed()))
+    return _is_users_module(type(value).__module__)
+
+
+def _is_users_module(name: str) -> bool:
+    """Whether the module called `name` is the user's, not one of an installed package."""
+    package, file = name.partition(".")[0], getattr(sys.modules.get(name), "__file__", None)
+    if package in LIBRARIES or package.startswith("fabricate_"):  # they may be installed from a folder of their sources
+        return False
+    return file is None or not (file.startswith(_installed()) or "-packages" + os.sep in file)
 
 
 @functools.cache
 def _installed() -> tuple[str, ...]:
-    """The directories of installed packages."""
+    """The directories of installed packages; those of other environments on the path are called site-packages or dist-packages."""
     return tuple(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib"))

@@ -19,10 +19,8 @@ from fabricate.metrics.torchmetrics_objects import path_inside
 from fabricate.module import overrides
 from fabricate.optim.inner import inner_optimizers
 from fabricate.optim.schedules import captured
-from fabricate.training.saves.attributes import OURS, is_users
+from fabricate.training.saves.attributes import LIBRARIES, OURS, is_users
 from fabricate.training.state.run_state import Run
-
-_LIBRARIES = ("torch", "transformers", "torchmetrics", "peft", "datasets", "fabricate", "builtins", "accelerate")
 
 
 def unsaved_notes(run: Run) -> list[str]:
@@ -138,7 +136,7 @@ def _attributes(owner: str, value: Any, *, seeded: bool = False) -> Iterator[tup
     therefore left out."""
     kind = next(kind for kind in type(value).__mro__ if not _made_by_fsdp(kind))
     package = kind.__module__.partition(".")[0]
-    if package in _LIBRARIES or package.startswith("fabricate_"):  # the first-party plugins save what a resume needs
+    if package in LIBRARIES or package.startswith("fabricate_"):  # the first-party plugins save what a resume needs
         return
     follows = ("epoch", "_epoch") if callable(getattr(value, "set_epoch", None)) else ()
     for name, attribute in getattr(value, "__dict__", {}).items():
