@@ -176,6 +176,34 @@ def test_what_is_set_only_during_the_fit_and_objects_of_the_user_are_looked_at_t
     assert note.split(" changed since")[0] == "note: " + ", ".join(f"Carrying.{name}" for name in changed)
 
 
+class Beginning(TrainModule):
+    """Sets in `on_fit_start` a tensor that stays as it is, and one that training changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(3, 1)
+
+    def on_fit_start(self) -> None:
+        self.anchor, self.moving = self.layer.weight.detach().clone(), torch.zeros(3)
+
+    def training_step(self, batch: Any) -> torch.Tensor:
+        self.moving += 1
+        return self.layer(batch[0]).square().mean() + (self.layer.weight - self.anchor).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=1e-3)
+
+
+def test_what_on_fit_start_sets_is_looked_at_only_if_it_changes_afterwards(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    module = Beginning()
+    module.given = torch.ones(3)  # by the script, which sets it again when it resumes
+    fit(module, run_dir=tmp_path)
+    (note,) = [line for line in capsys.readouterr().err.splitlines() if "changed since the fit began" in line]
+    assert note.startswith("note: Beginning.moving changed since the fit began")
+
+
 class Layers(Regression):
     def __init__(self) -> None:
         super().__init__()
