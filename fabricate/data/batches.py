@@ -1,15 +1,16 @@
-"""The windows and batches that a source yields, and functions that inspect a batch."""
+"""The windows and batches that a source yields, how rows are read and become a batch, and functions that inspect a batch."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 import numpy as np
 import torch
+from torch.utils.data import Dataset, default_collate
 
-from fabricate.errors import ConfigurationError
+from fabricate.errors import ConfigurationError, few
 
 
 @dataclass(slots=True)
@@ -41,6 +42,70 @@ class EvalBatch:
     batch: Any
     rows: int | None  # 0 for a stand-in, None when the batch of an iterable does not show them
     indices: Sequence[int]
+
+
+_NO_BATCH = (
+    "torch's default_collate makes batches of tensors or arrays of equal shapes, numbers, texts, and mappings or tuples of these, not of "
+    "None. Give all rows such values of one length, or pass a collate_fn that pads them, for instance with "
+    "torch.nn.utils.rnn.pad_sequence (for tokens, fabricate_text.Pad)"
+)
+
+
+class Reader(Dataset[Any]):
+    """Reads the rows of `dataset` at a list of indices, in one call if the data set supports this. `argument`: the name of the data.
+    `collate_fn`: what makes batches of the rows; if it is torch's, a row must not be None."""
+
+    def __init__(self, dataset: Any, argument: str, collate_fn: Any) -> None:
+        self.dataset = dataset
+        self._argument = argument
+        self._refuses_none = collate_fn in (None, default_collate)
+
+    def __getitems__(self, indices: list[Any]) -> Any:
+        at_once: Callable[[list[Any]], Any] | None = getattr(self.dataset, "__getitems__", None)
+        reading = indices
+        rows: list[Any] = []
+        try:
+            if at_once is not None:
+                return at_once(indices)
+            for index in indices:
+                reading = [index]
+                rows.append(self.dataset[index])
+        except StopIteration as exc:  # it would end the epoch
+            raise self._error(reading, "raised StopIteration. Let it return the row, or raise another error") from exc
+        except Exception as exc:
+            exc.add_note(f"while reading {self._named(reading)}")
+            raise
+        if self._refuses_none and (empty := [index for index, row in zip(indices, rows, strict=True) if row is None]):
+            raise self._error(
+                empty, "returned None. Leave it out of the data set, or pass a collate_fn that leaves out None"
+            )
+        return rows
+
+    def _error(self, indices: list[Any], problem: str) -> ConfigurationError:
+        return ConfigurationError(f"{self._named(indices)}: {type(self.dataset).__name__} {problem}.")
+
+    def _named(self, indices: list[Any]) -> str:
+        return f"row{'s' * (len(indices) > 1)} {few(list(map(str, indices)))} of {self._argument}"
+
+
+class Collating:
+    """Makes a batch of rows by `collate_fn`, or by torch's default_collate if it is None. `argument`: the name of the data."""
+
+    def __init__(self, collate_fn: Callable[[list[Any]], Any] | None, argument: str) -> None:
+        self._collate = collate_fn or default_collate
+        self._argument = argument
+
+    def __call__(self, rows: list[Any]) -> Any:
+        try:
+            return self._collate(rows)
+        except StopIteration as exc:  # it would end the epoch
+            raise ConfigurationError(
+                f"{self._argument}: the collate_fn raised StopIteration. Let it return a batch, or raise another error."
+            ) from exc
+        except Exception as exc:
+            how = _NO_BATCH if self._collate is default_collate else f"the collate_fn got {len(rows)} rows"
+            exc.add_note(f"{self._argument}: {how}")
+            raise
 
 
 def rows_of(batch: Any) -> int:

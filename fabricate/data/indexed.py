@@ -22,7 +22,7 @@ from torch.utils.data import (
     default_collate,
 )
 
-from fabricate.data.batches import EvalBatch, Window
+from fabricate.data.batches import Collating, EvalBatch, Reader, Window
 from fabricate.data.digests import digest
 from fabricate.data.identity import held
 from fabricate.data.order import Share, batch_seed, plan_window
@@ -123,7 +123,8 @@ class Indexed(Source):
         self.data = dataset
         self._length = _length(dataset)
         self._draw = draw
-        self._options = options
+        self._reader = Reader(dataset, setup.argument, options["collate_fn"])
+        self._options = {**options, "collate_fn": Collating(options["collate_fn"], setup.argument)}
         self.in_workers = options["num_workers"] > 0
         self.exact_rows = options["collate_fn"] in (None, default_collate)
 
@@ -150,7 +151,7 @@ class Indexed(Source):
             digests = set()
             for _ in range(2):
                 with RandomScope(batch_seed(self._setup.seed, 0)):
-                    digests.add(digest(list(_reader(self.data)(sorted({0, last // 2, last})))))
+                    digests.add(digest(self.read(sorted({0, last // 2, last}))))
         except Exception:  # rows that a sampler leaves out, or keys that are not numbers; training may still work
             return ""
         return digests.pop() if len(digests) == 1 else ""
@@ -225,7 +226,7 @@ class Indexed(Source):
 
     def read(self, indices: list[Any]) -> list[Any]:
         """The rows at `indices`, not collated."""
-        return list(_reader(self.data)(indices))
+        return list(self._reader.__getitems__(indices))
 
     def _order(self, epoch: int) -> tuple[RowOrder | BatchOrder, int]:
         """The order of the epoch, and the number of its units within the limit."""
@@ -249,16 +250,17 @@ class Indexed(Source):
                 yield begin + share.start, begin + share.stop, share.rows
 
     def _load(self, epoch: int, order: RowOrder | BatchOrder, places: Callable[[], Iterator[_Place]]) -> Iterator[Any]:
-        seed, dataset, options = self._setup.seed, self.data, self._options
+        seed, options = self._setup.seed, self._options
+        dataset: Dataset[Any] = self._reader
         seeded = options["num_workers"] > 0
         if seeded:
-            dataset = _SeededDataset(dataset, seed, epoch)
+            dataset = _SeededDataset(self._reader, seed, epoch)
             options = {**options, "worker_init_fn": WorkerStart(options.get("worker_init_fn"))}
         elif not options["pin_memory"]:
             indices = map(order.fetch, places())
-            if _is_of_tensors(dataset) and self.exact_rows:
-                return map(partial(_batch_of_tensors, dataset.tensors), indices)
-            return map(options["collate_fn"] or default_collate, map(_reader(dataset), indices))
+            if _is_of_tensors(self.data) and self.exact_rows:
+                return map(partial(_batch_of_tensors, self.data.tensors), indices)
+            return map(options["collate_fn"], map(self._reader.__getitems__, indices))
 
         def requests() -> Iterator[Any]:
             return ((place[0], order.fetch(place)) for place in places()) if seeded else map(order.fetch, places())
@@ -282,21 +284,16 @@ class _Requests:
 class _SeededDataset(Dataset[Any]):
     """Seeds its worker process for each batch, so that augmentation depends on the position and not on the worker."""
 
-    def __init__(self, dataset: Any, seed: int, epoch: int) -> None:
-        self.dataset = dataset
+    def __init__(self, reader: Reader, seed: int, epoch: int) -> None:
+        self.dataset = reader.dataset  # `WorkerStart` shows it to the user's code
+        self._reader = reader
         self._seed = seed
         self._epoch = epoch
 
     def __getitems__(self, request: tuple[int, list[Any]]) -> Any:
         position, indices = request
         seed_generators(batch_seed(self._seed, self._epoch, position))
-        return _reader(self.dataset)(indices)
-
-
-def _reader(dataset: Any) -> Callable[[list[Any]], Any]:
-    """A function that reads the rows at some indices, in one call if the data set supports this."""
-    at_once: Callable[[list[Any]], Any] | None = getattr(dataset, "__getitems__", None)
-    return at_once or (lambda indices: [dataset[index] for index in indices])
+        return self._reader.__getitems__(indices)
 
 
 def _is_of_tensors(dataset: Any) -> bool:

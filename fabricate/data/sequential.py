@@ -22,7 +22,7 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from fabricate.data.batches import EvalBatch, Window, visible_rows
+from fabricate.data.batches import Collating, EvalBatch, Window, visible_rows
 from fabricate.data.digests import digest
 from fabricate.data.order import Share, batch_seed, plan_window
 from fabricate.data.random_scope import RandomScope, begin_epoch, seed_generators
@@ -69,7 +69,7 @@ class Sequential(Source):
         self.stream_readers = (
             max(1, data.num_workers) if isinstance(data, DataLoader) and _is_loaded_stream(data) else None
         )
-        self._collate = collate
+        self._collate = None if collate is None else Collating(collate, setup.argument)
         self.exact_rows = collate in (None, default_collate)
         self._in_worker = self.in_workers = in_worker
         self._pin_memory = pin_memory

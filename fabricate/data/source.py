@@ -68,10 +68,18 @@ class Setup:
             ("num_workers", loading.num_workers, 0),
             ("seed", self.seed, 0),
         ):
-            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
+            if name == "batch_size" and value is None:
+                continue  # not every kind of data needs one
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise ConfigurationError(
                     f"{name}={value!r} (for {self.argument}) must be a whole number, {least} or more."
                 )
+        if loading.shuffle not in (None, True, False):
+            raise ConfigurationError(f"shuffle={loading.shuffle!r} (for {self.argument}) must be True, False or None.")
+        if loading.collate_fn is not None and not callable(loading.collate_fn):
+            raise ConfigurationError(
+                f"collate_fn={loading.collate_fn!r} (for {self.argument}) must be a function that makes a batch of a list of rows."
+            )
         limit = self.limit
         whole = isinstance(limit, int) and not isinstance(limit, bool) and limit >= 1
         share = isinstance(limit, float) and 0 < limit <= 1

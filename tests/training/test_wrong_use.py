@@ -650,4 +650,7 @@ def test_a_row_that_cannot_be_read_is_not_blamed_on_the_batch_before() -> None:
         Trainer(max_steps=2, progress=False, gradient_accumulation_steps=2).fit(
             Regression(), Broken(), batch_size=1, shuffle=False
         )
-    assert caught.value.__notes__ == ["while training: rank 0, epoch 0, step 2, micro-batch 3"]
+    assert caught.value.__notes__ == [
+        "while reading row 3 of train",
+        "while training: rank 0, epoch 0, step 2, micro-batch 3",
+    ]
