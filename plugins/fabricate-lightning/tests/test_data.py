@@ -239,3 +239,19 @@ def test_several_training_loaders_are_refused_by_name() -> None:
 def test_without_data_the_error_says_so() -> None:
     with pytest.raises(ConfigurationError, match="train=None"):
         fabricate_lightning.Trainer(max_epochs=1, logger=False, enable_progress_bar=False).fit(Classifier())
+
+
+def test_the_numbers_of_batches_of_evaluations_count_the_rows_that_drop_last_would_leave_out() -> None:
+    seen = []
+
+    class Counts(Classifier):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            seen.append(self.trainer.num_val_batches)
+
+        def on_train_end(self) -> None:
+            seen.append(self.trainer.num_training_batches)
+
+    dropping = DataLoader(rows(20), batch_size=8, drop_last=True)
+    trainer = fabricate.Trainer(max_epochs=1, progress=False, print_plan="none", sanity_batches=0)
+    trainer.fit(adapt(Counts()), dropping, dropping)
+    assert seen == [*[[3]] * 3, 2]

@@ -79,8 +79,9 @@ def _is_loader(value: object) -> bool:
     return isinstance(value, Iterable) and not isinstance(value, torch.Tensor | list | tuple | Mapping | str)
 
 
-def num_batches(loader: Any, world_size: int, limit: float | None) -> float:
-    """The number of batches that a rank reads in a pass over `loader`; infinite if not known."""
+def num_batches(loader: Any, world_size: int, limit: float | None, *, training: bool = False) -> float:
+    """The number of batches that a rank reads in a pass over `loader`; infinite if not known. An evaluation ignores `drop_last`: it
+    reads every row."""
     try:
         number: float = len(loader)
     except TypeError:
@@ -89,7 +90,7 @@ def num_batches(loader: Any, world_size: int, limit: float | None) -> float:
     sampler = getattr(loader, "batch_sampler", None)
     if type(sampler) is BatchSampler and number < math.inf:
         rows, size = _part(len(sampler.sampler), share), sampler.batch_size * world_size  # type: ignore[arg-type]
-        number = rows // size if sampler.drop_last else -(-rows // size)
+        number = rows // size if sampler.drop_last and training else -(-rows // size)
     elif number < math.inf:
         number = -(-_part(int(number), share) // world_size)
     return min(number, limit) if isinstance(limit, int) else number

@@ -392,7 +392,10 @@ class TrainerView:
     @property
     def num_training_batches(self) -> float:
         """Batches that this rank reads in an epoch; infinite where that is not known."""
-        return self._num_batches("train", "limit_train_batches")
+        loader = self.loaders.get("train")
+        if loader is None:
+            return math.inf
+        return num_batches(loader, self.world_size, self._setting("limit_train_batches"), training=True)
 
     @property
     def num_val_batches(self) -> list[float]:
@@ -408,10 +411,6 @@ class TrainerView:
     def num_predict_batches(self) -> list[float]:
         """Batches that this rank reads of each prediction set."""
         return self._several("predict", "limit_predict_batches")
-
-    def _num_batches(self, stage: str, limit: str) -> float:
-        loader = self.loaders.get(stage)
-        return math.inf if loader is None else num_batches(loader, self.world_size, self._setting(limit))
 
     def _several(self, stage: str, limit: str) -> list[float]:
         loaders = self.loaders.get(stage)
