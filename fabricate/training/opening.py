@@ -28,7 +28,7 @@ from fabricate.distributed.consistency import check_alike
 from fabricate.distributed.engine import Engine
 from fabricate.distributed.stacks import here
 from fabricate.distributed.trackers import check_trackers, finish_trackers, needs_directory
-from fabricate.errors import ConfigurationError, FabricateError, first_line
+from fabricate.errors import ConfigurationError, FabricateError, few, first_line
 from fabricate.hooks import PROJECT, hookimpl
 from fabricate.launch import uncaught
 from fabricate.launch.ranks import Launch
@@ -51,6 +51,20 @@ from fabricate.training.state.journal import Journal
 from fabricate.training.state.run_state import Owner, Run
 
 _OVER = "the run is over, so the value would not be recorded; log it before the fit ends"
+_SAME = (
+    *(
+        "log_every",
+        "validate_every",
+        "save_every",
+        "validate_first",
+        "sanity_batches",
+        "min_steps",
+        "min_epochs",
+        "load_best",
+    ),
+    *("max_grad_norm", "max_grad_value", "nonfinite", "save", "save_weights_only", "save_frozen"),
+)
+"""The arguments that decide what the ranks do together, and when."""
 _PROCESS = threading.RLock()
 """Held by the thread that executes a run."""
 
@@ -301,6 +315,7 @@ def _prepare(run: Run, stages: Sequence[str], seed: int) -> None:
             if run.settings.run_dir
             else None,  # `preparation` checks that it is the same directory; its path may differ between nodes
             "total steps": run.total_steps,
+            **{name: str(getattr(run.settings, name)) for name in _SAME if training},
             **(_base(module) if engine.world_size > 1 else {}),
         },
     )
@@ -324,6 +339,7 @@ def _check_data(run: Run) -> None:
     sources = [source for source in (run.source, *run.validation.values()) if source is not None]
     if run.engine.world_size == 1:
         return
+    _check_sets(run)
     mine = [[source.num_units, source.held(), source.probe()] for source in sources]
     if run.engine.all_have(mine):
         return
@@ -333,6 +349,22 @@ def _check_data(run: Run) -> None:
         error = source.different(lengths, "another number of rows") or source.different(held, "other rows")
         if error := error or (source.different(rows, "other rows") if all(rows) else None):
             raise error
+
+
+def _check_sets(run: Run) -> None:
+    """Raise `ConfigurationError` unless all ranks have the same validation sets. All ranks."""
+    mine = list(run.validation)
+    if run.engine.all_have(mine):
+        return
+    everyone = run.engine.gather_json(mine)
+    other = next(rank for rank, names in enumerate(everyone) if names != everyone[0])
+    zero, there = (
+        "no data" if not names else "one data set" if names == [""] else f"the sets {few(names)}"
+        for names in (everyone[0], everyone[other])
+    )
+    raise ConfigurationError(
+        f"val is {zero} on rank 0 and {there} on rank {other}. Every rank has to pass the same, whole data, because fabricate divides it"
+    )
 
 
 @contextlib.contextmanager

@@ -57,6 +57,8 @@ def _told(case: str) -> str:
         arguments["plugins"] = listed[::-1]
     elif last and case == "steps":
         arguments["max_steps"] = 2
+    elif last and case.endswith(("_every", "_norm")):
+        arguments[case] = 2
     module = Regression(1)
     if last and case == "frozen":
         module.layer.bias.requires_grad_(False)
@@ -74,6 +76,9 @@ def _told(case: str) -> str:
         ),
         ("order", "on_step is ['Hears', 'HearsToo'] on rank 0 and ['HearsToo', 'Hears'] on rank 2"),
         ("steps", "ranks [2] differ from rank 0 in settings: total steps is 3 on rank 0 and 2 on rank 2"),
+        ("log_every", "differ from rank 0 in settings: log_every is 10 steps on rank 0 and 2 steps on rank 2"),
+        ("save_every", "differ from rank 0 in settings: save_every is 1 epoch on rank 0 and 2 steps on rank 2"),
+        ("max_grad_norm", "differ from rank 0 in settings: max_grad_norm is None on rank 0 and 2 on rank 2"),
         ("frozen", "layer.bias is [[1], True] on rank 0 and [[1], False] on rank 2"),
     ],
 )
@@ -386,3 +391,30 @@ def test_data_that_is_divided_already_is_refused_and_its_own_noise_is_not(evalua
     for errors in run_ranks(_with_own_data, 2, list(DIVIDED), evaluate):
         for text, (kind, wanted) in zip(errors, DIVIDED.items(), strict=True):
             assert (wanted in text) if wanted else not text, (kind, text)
+
+
+def _with_own_validation(sets: list[Any]) -> str:
+    rows = Rows(0, 1)
+    names = sets[int(os.environ["RANK"])]
+    val = rows if names == "" else None if names is None else dict.fromkeys(names, rows)
+    with pytest.raises(ConfigurationError) as caught:
+        Trainer(max_steps=1, progress=False).fit(AnyRows(1), rows, val, batch_size=2)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("sets", "message"),
+    [
+        (
+            ["", None],
+            "val is one data set on rank 0 and no data on rank 1. Every rank has to pass the same, whole data",
+        ),
+        (
+            [["a", "b"], ["b"]],
+            "val is the sets a, b on rank 0 and the sets b on rank 1. Every rank has to pass the same",
+        ),
+    ],
+)
+def test_validation_sets_that_a_rank_lacks_are_refused(sets: list[Any], message: str) -> None:
+    for text in run_ranks(_with_own_validation, 2, sets):
+        assert message in text
