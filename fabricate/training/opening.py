@@ -299,6 +299,7 @@ def _prepare(run: Run, stages: Sequence[str], seed: int) -> None:
             run.closing.enter_context(overdue_waits_end(run.requests, engine, run.run_id))
     run.notes.extend([note] if (note := build_model(module, seed)) else [])
     check_has_values(module)
+    run.notes.extend(_wrapped(module) if training else ())
     if training and not any(p.requires_grad for p in module.parameters()):
         raise ConfigurationError(
             f"{type(module).__name__} has no trainable parameter; build layers in __init__ or configure_model"
@@ -323,6 +324,16 @@ def _prepare(run: Run, stages: Sequence[str], seed: int) -> None:
     if engine.ranks_per_row > 1:
         run.closing.callback(synchronise_torchmetrics(module, engine.counterparts(engine.ranks_per_row)))
     run.notes.extend(engine.notes)
+
+
+def _wrapped(module: TrainModule) -> Iterator[str]:
+    """A note for each layer that is wrapped for several devices already."""
+    for name, layer in module.named_modules():
+        if isinstance(layer, torch.nn.DataParallel | torch.nn.parallel.DistributedDataParallel):
+            yield (
+                f"{type(module).__name__}.{name} is a {type(layer).__name__}, but fabricate itself divides the work over the ranks. Use "
+                "the layer without this wrapper (its attribute module); the number of ranks is that of the launcher"
+            )
 
 
 def _base(module: TrainModule) -> dict[str, str]:

@@ -654,3 +654,13 @@ def test_a_row_that_cannot_be_read_is_not_blamed_on_the_batch_before() -> None:
         "while reading row 3 of train",
         "while training: rank 0, epoch 0, step 2, micro-batch 3",
     ]
+
+
+def test_a_layer_that_is_wrapped_for_several_devices_gets_a_note(capsys: pytest.CaptureFixture[str]) -> None:
+    module = Regression()
+    name, layer = next(iter(module.named_children()))
+    for wrapped in (torch.nn.DataParallel(layer), layer):
+        setattr(module, name, wrapped)
+        Trainer(max_steps=1, progress=False).fit(module, ROWS, batch_size=2)
+        note = f"note: Regression.{name} is a DataParallel, but fabricate itself divides the work over the ranks."
+        assert (note in capsys.readouterr().out) is (wrapped is not layer)
