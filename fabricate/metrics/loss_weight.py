@@ -47,6 +47,7 @@ _NON_LINEAR = frozenset(
 )
 _CROSS_ENTROPIES = ("NllLossBackward0", "NllLoss2DBackward0")
 _SELECTIONS = ("IndexBackward0", "IndexSelectBackward0", "GatherBackward0")
+_SUMS = (torch.sum, torch.Tensor.sum, torch.count_nonzero, torch.Tensor.count_nonzero)
 _NEAR = 30
 """The number of operations before a mean that are searched for a mask."""
 
@@ -337,14 +338,16 @@ class _Remembered(NamedTuple):
 
 
 class CrossEntropies(TorchFunctionMode):
-    """A context that records every mean cross-entropy (or nll_loss) and every other mean that is computed inside it. Costs a Python call
-    per call of torch."""
+    """A context that records every mean cross-entropy (or nll_loss), every other mean, and every sum that is computed inside it. Costs a
+    Python call per call of torch."""
 
     def __init__(self) -> None:
         super().__init__()
         self._found: list[_Remembered] = []
         self._means: list[tuple[torch.Tensor, int | None, int]] = []
         """The results of `mean`, their versions, and the numbers of elements that they were taken over."""
+        self._sums: list[tuple[torch.Tensor, int | None, int]] = []
+        """The results of sums over all elements, their versions, and the first sizes of the tensors that they were taken over."""
         self._weighed: set[str] = set()
         """The names of the metrics that were cross-entropies."""
         self._decided = False
@@ -363,6 +366,8 @@ class CrossEntropies(TorchFunctionMode):
             self._remember(result, *args, **kwargs)
         elif func in (torch.mean, torch.Tensor.mean) and args and not result.ndim:
             self._means.append((result, _version(result), args[0].numel()))
+        elif args and (func in _SUMS or kwargs.get("reduction") == "sum") and not result.ndim:
+            self._sums.append((result, _version(result), args[0].shape[0] if args[0].ndim else 1))
         return result
 
     def _remember(
@@ -408,16 +413,19 @@ class CrossEntropies(TorchFunctionMode):
         return labels
 
     def _is_over_rows(self, value: Any, rows: int | None) -> bool:
-        """Whether a metric is a mean of one number per row. A Python number is compared only with results on the host."""
-        for result, version, elements in self._means:
-            if elements == rows and _version(result) == version:
-                if isinstance(value, torch.Tensor):
-                    same = value.data_ptr() == result.data_ptr()
-                else:
-                    same = isinstance(value, float) and not on_device(result) and repr(value) == repr(float(result))
-                if same:
-                    return True
-        return False
+        """Whether a metric is a mean of one number per row."""
+        return any(rows == elements and _is_result(value, *of) for *of, elements in self._means)
+
+    def summed(self, logged: list[Any], rows: int | None) -> list[str]:
+        """The names of the entries of `logged` that are sums over the `rows` of the batch, but will be averaged."""
+        if rows is None or rows < 2:
+            return []
+        sums = [of for *of, first in self._sums if first == rows]
+        return [
+            name
+            for name, value, weight, reduce in logged
+            if weight is None and reduce == "mean" and any(_is_result(value, *of) for of in sums)
+        ]
 
     def _count_of(self, name: str, value: Any) -> Counted | None:
         """The items that a metric counted, if it is a recorded cross-entropy, or a number on the host that equals one; else None."""
@@ -447,6 +455,15 @@ class CrossEntropies(TorchFunctionMode):
             if rows and elements % rows:
                 return f"a cross-entropy of {elements} labels for {rows} rows"
         return ""
+
+
+def _is_result(value: Any, result: torch.Tensor, version: int | None) -> bool:
+    """Whether `value` is the tensor `result`, unchanged since it had this `version`, or its number, if `result` is on the host."""
+    if _version(result) != version:
+        return False
+    if isinstance(value, torch.Tensor):
+        return value.data_ptr() == result.data_ptr()
+    return type(value) in (int, float) and not on_device(result) and repr(value) == repr(result.item())
 
 
 def _version(tensor: torch.Tensor) -> int | None:

@@ -55,6 +55,45 @@ def test_several_validation_sets_are_named_in_their_metrics() -> None:
     assert result.metrics.items() >= metrics.items()
 
 
+SUMS: dict[str, Any] = {
+    "sum of squares": lambda error: {"sse": error.square().sum()},
+    "loss with reduction": lambda error: {"sse": torch.nn.functional.mse_loss(error, error * 0, reduction="sum")},
+    "count as a number": lambda error: {"correct": (error.abs() < 9).sum().item()},
+    "count": lambda error: {"correct": torch.count_nonzero(error.abs() < 9)},
+}
+"""What a validation step may return, given the errors of the rows: sums over these rows."""
+NO_SUMS: dict[str, Any] = {
+    "mean": lambda error: {"mse": error.square().mean()},
+    "divided": lambda error: {"accuracy": (error.abs() < 9).sum() / len(error)},
+    "divided in place": lambda error: {"mse": error.square().sum().div_(len(error))},
+    "weighed": lambda error: {"sse": error.square().sum(), "weight": 1},
+    "over something else": lambda error: {"norm": torch.ones(7).sum()},
+    "plain number": lambda error: {"rows": len(error), "mse": error.square().mean()},
+}
+
+
+@pytest.mark.parametrize("gives", [*SUMS, *NO_SUMS])
+def test_a_metric_that_is_a_sum_over_the_rows_of_a_batch_gets_a_note(
+    gives: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Sums(Regression):
+        def validation_step(self, batch: Any) -> Any:
+            return (SUMS | NO_SUMS)[gives](self.layers(batch[0]) - batch[1])
+
+    fit(Sums(), val=ROWS[:5], validate_every=1)
+    noted = capsys.readouterr().err.count("as a sum over the rows of a batch, and metrics are averaged")
+    assert noted == (gives in SUMS)
+
+
+def test_a_sum_that_is_logged_as_one_gets_no_note(capsys: pytest.CaptureFixture[str]) -> None:
+    class Sums(Regression):
+        def validation_step(self, batch: Any) -> None:
+            self.log("sse", (self.layers(batch[0]) - batch[1]).square().sum(), reduce="sum")
+
+    fit(Sums(), val=ROWS[:5], validate_every=1)
+    assert "as a sum over the rows" not in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("in_hook", [False, True])
 def test_a_validation_without_any_metric_gets_one_note(in_hook: bool, capsys: pytest.CaptureFixture[str]) -> None:
     class Silent(Regression):

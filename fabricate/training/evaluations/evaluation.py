@@ -19,7 +19,7 @@ from fabricate.data.batches import EvalBatch, rows_of, rows_that_came, several_l
 from fabricate.data.flat_bytes import flat_bytes
 from fabricate.data.source import Source
 from fabricate.distributed.group import looking_alone
-from fabricate.errors import ConfigurationError
+from fabricate.errors import ConfigurationError, few
 from fabricate.metrics.loss_weight import CrossEntropies
 from fabricate.metrics.reduction import one_number
 from fabricate.metrics.torchmetrics_objects import set_apart, snapshot_torchmetrics
@@ -150,6 +150,7 @@ def _evaluate_source(run: Run, source: Source, stage: str, most: int | None) -> 
             watch = None
         elif watch is not None:
             came = visible_rows(item.batch) if item.rows is None else rows_that_came(item.batch, item.rows)
+            _note_sums(run, stage, watch.summed(module._logged, came))
             weight = watch.weigh(module._logged, came)
             if weight is None:
                 _note_rows(run, stage, item.batch, watch.of_other_than_rows(came))
@@ -281,6 +282,15 @@ def _note_rows(run: Run, stage: str, batch: Any, computed: str) -> None:
         run.journal.note(
             f"{why} and {STEPS[stage]} does not return a plain cross-entropy, so its metrics are weighted by rows. Where rows have "
             "unequal numbers of labels, return a weight too: {..., 'weight': what the means were taken over}"
+        )
+
+
+def _note_sums(run: Run, stage: str, names: list[str]) -> None:
+    """Note metrics that are sums over the rows of a batch. `names`: their names."""
+    if names:
+        run.journal.note(
+            f"{STEPS[stage]} gives {few(names)} as a sum over the rows of a batch, and metrics are averaged: the result is the mean of the "
+            f"sums. Log the mean instead, or add the sums up: self.log({names[0]!r}, value, reduce='sum')"
         )
 
 
