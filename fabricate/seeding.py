@@ -26,6 +26,11 @@ def seed_everything(seed: int) -> int:
     return seed
 
 
+def is_generator(value: object) -> bool:
+    """Whether `value` is a random generator of torch, NumPy or Python."""
+    return isinstance(value, torch.Generator | random.Random | numpy.random.Generator | numpy.random.RandomState)
+
+
 def derive_seed(seed: int, *path: object) -> int:
     """A 32-bit seed that depends only on `seed` and `path` (SHA-256 of their text), not on the world size or the order of calls."""
     return int.from_bytes(hashlib.sha256(repr((seed, *path)).encode()).digest()[:4], "little")

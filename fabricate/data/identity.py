@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from torch.utils.data import ConcatDataset, StackDataset, Subset, TensorDataset
 
 from fabricate.data.digests import digest
+from fabricate.seeding import is_generator
 
 _SAMPLED = 8
 """About how many rows of data in memory a digest covers."""
@@ -62,6 +64,20 @@ def held(data: Any) -> list[Any]:
     rows = [each for each in _attributes(data) if len(each) == length]
     lists = [value for _, value in sorted(getattr(data, "__dict__", {}).items()) if type(value) in (list, tuple)]
     return [*map(_sample, rows), *([_name(entry) for entry in _sample(each)[1]] for each in lists)]
+
+
+def generators(data: Any) -> dict[str, str]:
+    """The random generators that a data set holds as attributes: a digest of the state of each, by name."""
+    while isinstance(data, Subset):
+        data = data.dataset
+    held = {f"{type(data).__name__}.{name}": value for name, value in getattr(data, "__dict__", {}).items()}
+    return {name: digest(_state(value)) for name, value in held.items() if is_generator(value)}
+
+
+def _state(generator: Any) -> Any:
+    if isinstance(generator, np.random.Generator):
+        return generator.bit_generator.state
+    return generator.getstate() if isinstance(generator, random.Random) else generator.get_state()
 
 
 def _name(entry: Any) -> Any:

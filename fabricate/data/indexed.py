@@ -24,7 +24,7 @@ from torch.utils.data import (
 
 from fabricate.data.batches import Collating, EvalBatch, Reader, Window
 from fabricate.data.digests import digest
-from fabricate.data.identity import held
+from fabricate.data.identity import generators, held
 from fabricate.data.order import Share, batch_seed, plan_window
 from fabricate.data.random_scope import RandomScope, begin_epoch, seed_generators, set_epoch
 from fabricate.data.source import Setup, Source, Watch, first_other
@@ -125,7 +125,7 @@ class Indexed(Source):
         self._draw = draw
         self._reader = Reader(dataset, setup.argument, options["collate_fn"])
         self._options = {**options, "collate_fn": Collating(options["collate_fn"], setup.argument)}
-        self.in_workers = options["num_workers"] > 0
+        self.in_workers, self.several_workers = options["num_workers"] > 0, options["num_workers"] > 1
         self.exact_rows = options["collate_fn"] in (None, default_collate)
 
     def grown(self) -> str:
@@ -139,6 +139,9 @@ class Indexed(Source):
 
     def held(self) -> str:
         return digest(held(self.data))
+
+    def own_generators(self) -> dict[str, str]:
+        return {} if self._options.get("worker_init_fn") else generators(self.data)
 
     def probe(self) -> str:
         """See `Source.probe`. Returns "" if worker processes read a data set that is not in memory, because it may open files in the first

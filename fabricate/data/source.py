@@ -136,6 +136,8 @@ class Source(ABC):
     """The number of processes that divide a stream among them, if a DataLoader reads it; the order depends on this number."""
     in_workers: bool = False
     """Whether worker processes read the data."""
+    several_workers: bool = False
+    """Whether more than one of them does."""
     order_digest: str = ""
     """A digest of the order of the current epoch, if a sampler draws it; a checkpoint stores it, and a resumed run sets it."""
     drawn_by: str = ""
@@ -238,6 +240,11 @@ class Source(ABC):
     def held(self) -> str:
         """A digest of what determines the rows and is known without reading one; see `fabricate.data.identity.held`."""
         return ""
+
+    def own_generators(self) -> dict[str, str]:
+        """The random generators from which the data itself draws and of which every reader has a copy, by name, with a digest of the
+        state of each."""
+        return {}
 
     def probe(self) -> str:
         """A digest of some rows, which are read only for this; "" if reading them could do harm. Random generators are left unchanged."""

@@ -414,17 +414,17 @@ class CrossEntropies(TorchFunctionMode):
 
     def _is_over_rows(self, value: Any, rows: int | None) -> bool:
         """Whether a metric is a mean of one number per row."""
-        return any(rows == elements and _is_result(value, *of) for *of, elements in self._means)
+        return any(elements == rows and _is_result(value, result, version) for result, version, elements in self._means)
 
     def summed(self, logged: list[Any], rows: int | None) -> list[str]:
         """The names of the entries of `logged` that are sums over the `rows` of the batch, but will be averaged."""
         if rows is None or rows < 2:
             return []
-        sums = [of for *of, first in self._sums if first == rows]
+        sums = [(result, version) for result, version, first in self._sums if first == rows]
         return [
             name
             for name, value, weight, reduce in logged
-            if weight is None and reduce == "mean" and any(_is_result(value, *of) for of in sums)
+            if weight is None and reduce == "mean" and any(_is_result(value, *each) for each in sums)
         ]
 
     def _count_of(self, name: str, value: Any) -> Counted | None:

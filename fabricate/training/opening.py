@@ -306,6 +306,7 @@ def _prepare(run: Run, stages: Sequence[str], seed: int) -> None:
         )
     # These comparisons come before any broadcast.
     _check_data(run)
+    _note_copied_generators(run)
     check_alike(
         engine,
         dict(run.calls.manager.table()),
@@ -376,6 +377,21 @@ def _check_sets(run: Run) -> None:
     raise ConfigurationError(
         f"val is {zero} on rank 0 and {there} on rank {other}. Every rank has to pass the same, whole data, because fabricate divides it"
     )
+
+
+def _note_copied_generators(run: Run) -> None:
+    """Note random generators of the training data of which ranks or worker processes have equal copies. All ranks."""
+    if run.source is None:
+        return
+    generators = run.source.own_generators()
+    on_ranks = run.engine.world_size > 1 and run.engine.all_have(generators)
+    if generators and (on_ranks or run.source.several_workers):
+        readers = "each rank" if on_ranks else "each worker process"
+        run.notes.append(
+            f"train: {readers} has a copy of {few(list(generators))}, so all of them draw the same numbers from it, and rows or "
+            "augmentations that it chooses repeat, unless it is seeded for each row. Draw from the global generators of torch, NumPy or "
+            "Python instead, which draw other numbers for each batch"
+        )
 
 
 @contextlib.contextmanager

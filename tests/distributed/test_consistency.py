@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
+import io
 import os
 import random
 import re
@@ -12,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import numpy
 import pytest
 import torch
 import torch.distributed as dist
@@ -418,3 +421,49 @@ def _with_own_validation(sets: list[Any]) -> str:
 def test_validation_sets_that_a_rank_lacks_are_refused(sets: list[Any], message: str) -> None:
     for text in run_ranks(_with_own_validation, 2, sets):
         assert message in text
+
+
+# ------------------------------------------------------------------------------------------------------------ copies of a generator
+
+
+class Crops(Rows):
+    """Rows that are drawn from a generator of the data set, whatever the index."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(0, 1)
+        self.own = numpy.random.default_rng(seed)
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return self.rows[self.own.integers(24)]
+
+
+def _reseed(worker: int) -> None:
+    torch.utils.data.get_worker_info().dataset.own = numpy.random.default_rng(worker)
+
+
+def _notes_about_copies(cases: list[tuple[Any, dict[str, Any]]]) -> list[list[str]]:
+    notes = []
+    for data, options in cases:
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            Trainer(max_steps=2, progress=False, print_plan="full").fit(AnyRows(1), DataLoader(data, 2, **options))
+        notes.append([line for line in printed.getvalue().splitlines() if "has a copy of Crops.own" in line])
+    return notes
+
+
+def test_equal_generators_of_the_data_on_ranks_or_in_worker_processes_get_a_note() -> None:
+    every, own = [(Crops(0), {}), (torch.utils.data.Subset(Crops(0), range(8)), {})], [(Rows(0, 1), {})]
+    [zero, _] = run_ranks(_notes_about_copies, 2, [*every, *own])
+    assert [len(lines) for lines in zero] == [1, 1, 0]
+    assert "train: each rank has a copy of Crops.own, so all of them draw the same numbers from it" in zero[0][0]
+    reseeded = {"num_workers": 2, "worker_init_fn": _reseed}
+    alone = _notes_about_copies([(Crops(0), {"num_workers": n}) for n in (0, 1, 2)] + [(Crops(0), reseeded)])
+    assert [len(lines) for lines in alone] == [0, 0, 1, 0]
+    assert "each worker process has a copy" in alone[2][0]
+
+
+def test_a_generator_that_is_seeded_with_the_rank_gets_no_note() -> None:
+    assert run_ranks(_notes_of_own_seed, 2)[0] == [[]]
+
+
+def _notes_of_own_seed() -> list[list[str]]:
+    return _notes_about_copies([(Crops(int(os.environ["RANK"])), {})])

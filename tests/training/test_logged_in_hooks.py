@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import math
 from collections.abc import Callable
@@ -371,6 +373,15 @@ class RankLocal(Regression):
         metrics["val_own"] = float(trainer.accelerator.process_index)
 
 
+class LogsItsShare(Regression):
+    def on_eval_end(self, trainer: Trainer) -> None:
+        rank = trainer.accelerator.process_index
+        self.log("share", 0.5 + rank)
+        self.log("weighed", 0.5 + rank, weight=1 + rank)
+        self.log("added", rank, reduce="sum")
+        self.log("same", 0.5)
+
+
 def on_two_ranks() -> dict[str, Any]:
     listener = Hears()
     results: dict[str, Any] = {}
@@ -381,6 +392,9 @@ def on_two_ranks() -> dict[str, Any]:
         fit(RankLocal(), val=ROWS, validate_every=2, strategy="ddp")
     except FabricateError as exc:
         results["refused"] = str(exc)
+    with contextlib.redirect_stderr(io.StringIO()) as printed:
+        results["averaged"] = fit(LogsItsShare(), val=ROWS, validate_every=1, strategy="ddp").metrics
+    results["notes"] = [line for line in printed.getvalue().splitlines() if "different values on the ranks" in line]
     return results
 
 
@@ -397,3 +411,7 @@ def test_on_ranks_the_end_of_an_evaluation_is_the_same_everywhere() -> None:
             "on_eval_end wrote {'val_own': '0.0'} into its metrics on rank 0 and {'val_own': '1.0'} on rank 1"
             in results["refused"]
         )
+    assert {name: one["averaged"][f"val_{name}"] for name in ("share", "weighed", "added", "same")} == pytest.approx(
+        {"share": 1.0, "weighed": 3.5 / 3, "added": 1.0, "same": 0.5}
+    )
+    assert [line.partition(" in a hook")[0] for line in one["notes"]] == ["note: log('share')"]

@@ -5,6 +5,7 @@ Owns the names of metrics. Must not know: how steps are run (`evaluation`).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -60,8 +61,28 @@ class Evaluated:
     def join(self) -> None:
         """Add what hooks logged since the last call. All ranks."""
         self.take()
+        self._note_own_values()
         share_objects(self._run, self._hooks)
         self.add(self._hooks.finish())
+
+    def _note_own_values(self) -> None:
+        """Note values without a weight that hooks logged and that differ between ranks. All ranks."""
+        if self._run.engine.world_size == 1:
+            return
+        mine = {
+            name: float(value) for name, value, weight, reduce in self._hooks.pending if (weight, reduce) == (1, "mean")
+        }
+        zero, *others = self._run.engine.gather_json(mine)
+        common = [name for name in zero if all(name in other for other in others)]
+        differing = [
+            name for name in common if not all(math.isclose(zero[name], other[name], rel_tol=1e-6) for other in others)
+        ]
+        for name in differing:
+            self._run.journal.note(
+                f"log({name!r}) in a hook of the evaluation gets different values on the ranks, because each sees only its own "
+                "rows; the mean of the ranks is recorded. A metric that is no mean over rows (R2, F1) has to be computed in "
+                "compute_metrics(self, outputs), which sees all rows; for a mean over rows, give self.log a weight"
+            )
 
     def check(self) -> None:
         """Raise `ConfigurationError` unless `on_eval_end` wrote the same values into `metrics` on every rank. All ranks."""

@@ -6,7 +6,6 @@ have changed. Must not know: the content of checkpoints (`saved_state`).
 
 from __future__ import annotations
 
-import random
 from collections import deque
 from collections.abc import Iterator
 from typing import Any
@@ -19,6 +18,7 @@ from fabricate.metrics.torchmetrics_objects import path_inside
 from fabricate.module import overrides
 from fabricate.optim.inner import inner_optimizers
 from fabricate.optim.schedules import captured
+from fabricate.seeding import is_generator
 from fabricate.training.saves.attributes import LIBRARIES, OURS, is_users
 from fabricate.training.state.run_state import Run
 
@@ -41,11 +41,11 @@ def _extra_state(run: Run) -> Iterator[str]:
 
 
 def _generators(run: Run) -> list[str]:
-    held = [f"{name} ({type(value).__name__})" for name, value in _held(run) if _draws(value)]
+    held = [f"{name} ({type(value).__name__})" for name, value in _held(run) if is_generator(value)]
     for label, schedule in run.optim.schedules.items():
         for function in getattr(schedule.made, "lr_lambdas", ()):
             inside = captured(function).items()
-            held += [f"{name} in scheduler {label!r}" for name, value in inside if _draws(value)]
+            held += [f"{name} in scheduler {label!r}" for name, value in inside if is_generator(value)]
     if not held:
         return []
     return [
@@ -157,10 +157,6 @@ def _numbers(owner: str, layer: torch.nn.Module) -> Iterator[tuple[str, Any]]:
     for name, attribute in vars(layer).items():
         if not name.startswith("_") and name not in OURS and type(attribute) in (int, float):
             yield f"{owner}.{name}", attribute
-
-
-def _draws(value: Any) -> bool:
-    return isinstance(value, torch.Generator | random.Random | np.random.Generator | np.random.RandomState)
 
 
 def _counts(value: Any) -> bool:
