@@ -467,7 +467,8 @@ class Trainer:
 
         train, val: a `DataLoader` (its batch size is per rank), a `datasets` or torch dataset (to which `batch_size`, per rank,
         `num_workers`, `collate_fn` and `shuffle` then apply; `train` is shuffled unless `shuffle=False`), or any iterable of
-        batches. `val` may also be a mapping of named sets, whose metrics are called `val_NAME_loss`. Both may be omitted if the
+        batches. The `drop_last=True` of a `DataLoader` leaves out the last incomplete global batch (the rows of one update) of each
+        epoch. `val` may also be a mapping of named sets, whose metrics are called `val_NAME_loss`. Both may be omitted if the
         module has `provide_data`. `batch_size=BatchSizeFinder()`: use the largest batch size that fits into memory.
         resume: "auto" (resume from the newest intact checkpoint in `run_dir`, or start if there is none), "never", or the path of a
         checkpoint or of a run directory that has one. SIGTERM, SIGUSR1, `max_time` and a file RUN_DIR/stop, on any rank, end the

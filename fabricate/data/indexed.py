@@ -132,9 +132,11 @@ class Indexed(Source):
         now = _length(self.data)
         if now == self._length:
             return ""
+        lost = now is not None and self._length is not None and now < self._length
         return (
-            f"train has {now} rows now, but had {self._length} when the fit began. The fit does not read the rows that were added "
-            "since then. For data that grows, give an iterable that yields the rows there are, or call fit again"
+            f"train has {now} rows now, but had {self._length} when the fit began. The fit "
+            + ("reads all rows that there were" if lost else "does not read the rows that were added since then")
+            + ". For data that changes, give an iterable that yields the rows there are, or call fit again"
         )
 
     def held(self) -> str:

@@ -176,6 +176,12 @@ class Source(ABC):
                 )
             if batch_size:
                 self.num_samples = min(usable, self.updates_per_epoch * self._units_per_window)
+                if setup.training and usable - self.num_samples >= step:
+                    left = f"the last {usable - self.num_samples} of {usable} rows of each epoch"
+                    self.notes += (
+                        f"{setup.argument}: drop_last=True leaves out {left}, because they do not fill a global batch of "
+                        f"{self._units_per_window}; with drop_last=False, they are a smaller update",
+                    )
 
     def grown(self) -> str:
         """A note if the number of rows has changed since the data was opened, else ""."""

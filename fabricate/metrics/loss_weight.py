@@ -434,8 +434,8 @@ class CrossEntropies(TorchFunctionMode):
         if on_device(value) or not isinstance(value, torch.Tensor | float):
             return None
         number = float(value)
-        # The first batch decides which numbers are compared: a comparison may wait for a device. Many numbers are 0.
-        if name not in self._weighed and (self._decided or not number):
+        # The first batch decides which numbers are compared: a comparison may wait for a device. Many numbers are 0 or nan.
+        if name not in self._weighed and (self._decided or not number or math.isnan(number)):
             return None
         same = (
             it.over

@@ -206,7 +206,9 @@ class FirstUpdate:
                 "or call detach() first"
             )
         if run.engine.strategy.exposes_gradients:
-            self._without_gradient = {n: p for n, p in trainable.items() if p.grad is None}
+            # An optimizer keeps state of what it has trained, perhaps before a resume.
+            trained = {p for o in run.optim.optimizers.values() for p, state in o.state.items() if state}
+            self._without_gradient = {n: p for n, p in trainable.items() if p.grad is None and p not in trained}
 
     def _new_parameters(self) -> list[str]:
         """The names of trainable parameters that a step or a hook has created, and that no optimizer holds."""

@@ -214,6 +214,21 @@ def test_drop_last_leaves_out_the_incomplete_global_batch(data: Any, loading: Lo
         assert (sources[0].num_samples, sources[0].updates_per_epoch) == (24, 2)
 
 
+def test_drop_last_says_so_where_it_leaves_out_whole_micro_batches() -> None:
+    def notes(rows: int, **options: Any) -> list[str]:
+        source = opened(in_twos(rows, drop_last=True), **options)
+        return [note for note in source.notes if "leaves out the last" in note]
+
+    text = (
+        "train: drop_last=True leaves out the last 6 of 14 rows of each epoch, because they do not fill a global batch of 8; with "
+        "drop_last=False, they are a smaller update"
+    )
+    assert notes(14, accumulation=4) == [text]
+    assert notes(15, accumulation=2, world_size=2) == [text.replace("6 of 14", "7 of 15")]
+    assert notes(13, accumulation=1) == notes(9, accumulation=4) == notes(16, accumulation=4) == []
+    assert notes(14, accumulation=1, argument="val", training=False) == []
+
+
 def test_drop_last_is_not_applied_to_evaluation_and_the_plan_says_so() -> None:
     for source in (
         opened(in_twos(5, drop_last=True), argument="val", training=False),

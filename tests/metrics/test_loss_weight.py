@@ -392,6 +392,15 @@ def test_watching_finds_nothing_where_there_is_no_mean_cross_entropy() -> None:
     assert watch.weigh(list(logged)) is None
 
 
+def test_a_mean_of_cross_entropies_is_none_even_if_all_are_nan() -> None:
+    for target in (torch.full((2,), -100), torch.tensor([0, 1])):
+        watch = CrossEntropies()
+        with torch.no_grad(), watch:
+            start, end = (cross_entropy(torch.zeros(2, 3), target) for _ in range(2))
+            logged: list[Any] = [("loss", (start + end) / 2 + 0.5, None, "mean")]
+        assert watch.weigh(logged) is None
+
+
 def test_watching_finds_a_result_of_nll_loss_and_one_that_is_a_number_by_now() -> None:
     watch = CrossEntropies()
     with torch.no_grad(), watch:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import traceback
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -125,6 +126,18 @@ class Leaving(Net):
     def training_step(self, batch: Any) -> torch.Tensor:
         x = self.first(batch[0])
         return self.last(self.early(x) if self.trainer.step < 2 else x).square().mean()
+
+
+def test_a_parameter_that_was_trained_before_a_resume_is_not_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Adam(Leaving):
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.Adam(self.parameters())
+
+    for steps in (3, 4):
+        Trainer(max_steps=steps, progress=False, run_dir=tmp_path).fit(Adam(), rows(), batch_size=2)
+    assert "no gradient reached" not in capsys.readouterr().err
 
 
 def test_a_parameter_that_no_gradient_reaches_is_told(capsys: pytest.CaptureFixture[str]) -> None:

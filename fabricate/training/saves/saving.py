@@ -271,8 +271,8 @@ def _waits_for_metric(run: Run, found: list[Path]) -> bool:
         return False
     recorded = ", ".join(run.journal.latest) or "nothing yet"
     run.journal.note(
-        f"keep: the best checkpoints are to be kept by {keep['metric']!r}, but no checkpoint has this metric, so none is deleted. "
-        f"Metrics that are recorded: {recorded}"
+        f"keep: the best checkpoints are to be kept by {keep['metric']!r}, but no checkpoint has this metric yet, and until one has "
+        f"it, none is deleted. Metrics that are recorded so far: {recorded}"
     )
     return True
 
