@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from fabricate_ema import EMA
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from fabricate import Callback, CheckpointError, ConfigurationError, FitResult, Trainer, TrainModule
@@ -162,6 +163,25 @@ def test_what_may_change_is_named_where_the_run_goes_on(tmp_path: Path, capsys: 
     assert "log_every 10 steps -> 2 steps" in line
     (event,) = [event for event in events(tmp_path) if event["event"] == "resumed"]
     assert "max_steps 2 -> 4" in event["changed"]
+
+
+def test_changed_options_of_plugins_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    class Warms(Callback):
+        """Changes an attribute, but not the one that its argument sets."""
+
+        def __init__(self, factor: float, kind: object = None) -> None:
+            self.factor, self.kind, self.seen = factor, kind, 0
+
+        def on_step(self) -> None:
+            self.seen += 1
+
+    for steps, plugins in ((2, [EMA(0.9), Warms(0.5)]), (4, [EMA(0.99), Warms(0.25)])):
+        trainer = Trainer(max_steps=steps, seed=1, run_dir=tmp_path, progress=False, plugins=plugins)
+        trainer.fit(Tuned(), ROWS, batch_size=2)
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("changed since it was saved: ")]
+    assert "decay of plugin 'EMA' 0.9 -> 0.99" in line
+    assert "factor of plugin 'Warms' 0.5 -> 0.25" in line
+    assert not any(name in line for name in ("start of", "seen"))
 
 
 def test_a_run_that_is_complete_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

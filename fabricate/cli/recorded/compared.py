@@ -74,7 +74,7 @@ def _data(run: RunFiles) -> dict[str, Any]:
 
 
 def _configuration(run: RunFiles) -> dict[str, Any]:
-    """The Trainer's arguments, the optimizers' options and the module's arguments in the newest checkpoint."""
+    """The arguments of the Trainer and the module, and the options of optimizers and plugins, in the newest checkpoint."""
     from fabricate.checkpoint.format.directory import Reader
 
     if not run.checkpoints:
@@ -84,7 +84,7 @@ def _configuration(run: RunFiles) -> dict[str, Any]:
     configured = state.get("configuration", {})
     module = state.get("module", {})
     values = {f"Trainer({name})": value for name, value in configured.get("trainer", {}).items()}
-    values |= configured.get("optimizers", {})
+    values |= configured.get("optimizers", {}) | configured.get("plugins", {})
     values |= {f"{module.get('class', 'module')}({name})": value for name, value in module.get("arguments", {}).items()}
     return {"module": module.get("class", ""), **values}
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple
 
 from fabricate.errors import CheckpointError
@@ -39,12 +40,24 @@ class Change(NamedTuple):
 
 
 def configuration(run: Run) -> dict[str, dict[str, str]]:
-    """The values that `check_changes` compares, as text by name: options that `configure_optimizers` set, and arguments of the Trainer."""
+    """The values that `check_changes` compares, as text by name: options that `configure_optimizers` set, arguments of the Trainer, and
+    options of plugins."""
     settings = {name: str(value) for name, value in vars(run.settings).items() if name not in _ELSEWHERE}
     return {
         "optimizers": {each.name: each.text for each in run.optim.configured},
         "trainer": settings | {"max_grad_norm": str(run.max_grad_norm)},
+        "plugins": dict(_options(run)),
     }
+
+
+def _options(run: Run) -> Iterator[tuple[str, str]]:
+    """The constructor arguments of the plugins that are numbers or texts, as far as a plugin keeps each under its name."""
+    for name, plugin in run.calls.manager.list_name_plugin():
+        if plugin is not run.module and not isinstance(plugin, type | ModuleType):
+            for argument in inspect.signature(type(plugin).__init__).parameters:
+                value = vars(plugin).get(argument)
+                if isinstance(value, int | float | str):
+                    yield f"{argument} of plugin {name!r}", str(value)
 
 
 def check_changes(run: Run, path: Path, tree: Any) -> list[Change]:
@@ -55,6 +68,7 @@ def check_changes(run: Run, path: Path, tree: Any) -> list[Change]:
     changes = [
         *_apart(now["optimizers"], then["optimizers"], topics),
         *_apart(now["trainer"], then["trainer"], {name: name for name in _DECIDE}),
+        *_apart(now["plugins"], then.get("plugins", {}), {}),
         *_arguments(run.module, tree["module"]),
     ]
     refused = [change for change in changes if change.override and change.override not in run.settings.accept_changes]
@@ -83,7 +97,9 @@ def take_over(run: Run, changes: list[Change]) -> None:
 def _saved(path: Path, tree: Any) -> dict[str, dict[str, str]]:
     """The `configuration` in the checkpoint; empty in checkpoints of earlier versions."""
     then = tree.get("configuration", {"optimizers": {}, "trainer": {}})
-    topics = [then.get(topic) for topic in ("optimizers", "trainer")] if isinstance(then, dict) else [None]
+    topics = (
+        [then.get("optimizers"), then.get("trainer"), then.get("plugins", {})] if isinstance(then, dict) else [None]
+    )
     if not all(isinstance(topic, dict) and all(type(text) is str for text in topic.values()) for topic in topics):
         raise CheckpointError(f"checkpoint {path}: state.json: configuration: not as fabricate writes it")
     return dict(then)
