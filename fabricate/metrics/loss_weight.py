@@ -48,6 +48,7 @@ _NON_LINEAR = frozenset(
 _CROSS_ENTROPIES = ("NllLossBackward0", "NllLoss2DBackward0")
 _SELECTIONS = ("IndexBackward0", "IndexSelectBackward0", "GatherBackward0")
 _SUMS = (torch.sum, torch.Tensor.sum, torch.count_nonzero, torch.Tensor.count_nonzero)
+_DIVISIONS = (torch.div, torch.true_divide, torch.Tensor.div, torch.Tensor.true_divide, torch.Tensor.__truediv__)
 _NEAR = 30
 """The number of operations before a mean that are searched for a mask."""
 
@@ -337,6 +338,21 @@ class _Remembered(NamedTuple):
         return value.data_ptr() == self.result.data_ptr() and _version(self.result) == self.version
 
 
+class _Result(NamedTuple):
+    """A number that was computed, as a 0-dim tensor."""
+
+    tensor: torch.Tensor
+    version: int | None
+
+    def is_in(self, value: Any) -> bool:
+        """Whether `value` is this tensor, which was not changed in place, or its number, if it is on the host."""
+        if _version(self.tensor) != self.version:
+            return False
+        if isinstance(value, torch.Tensor):
+            return value.data_ptr() == self.tensor.data_ptr()
+        return type(value) in (int, float) and not on_device(self.tensor) and repr(value) == repr(self.tensor.item())
+
+
 class CrossEntropies(TorchFunctionMode):
     """A context that records every mean cross-entropy (or nll_loss), every other mean, and every sum that is computed inside it. Costs a
     Python call per call of torch."""
@@ -344,10 +360,14 @@ class CrossEntropies(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self._found: list[_Remembered] = []
-        self._means: list[tuple[torch.Tensor, int | None, int]] = []
-        """The results of `mean`, their versions, and the numbers of elements that they were taken over."""
-        self._sums: list[tuple[torch.Tensor, int | None, int]] = []
-        """The results of sums over all elements, their versions, and the first sizes of the tensors that they were taken over."""
+        self._means: list[tuple[_Result, int]] = []
+        """The results of `mean`, and the numbers of elements that they were taken over."""
+        self._losses: list[tuple[_Result, int]] = []
+        """The same of torch's other mean losses."""
+        self._sums: list[tuple[_Result, int]] = []
+        """The results of sums over all elements, and the first sizes of the tensors that they were taken over."""
+        self._quotients: list[tuple[_Result, torch.Tensor]] = []
+        """The results of dividing such a sum by a tensor, and the divisors."""
         self._weighed: set[str] = set()
         """The names of the metrics that were cross-entropies."""
         self._decided = False
@@ -364,11 +384,26 @@ class CrossEntropies(TorchFunctionMode):
         result = func(*args, **kwargs)
         if func in (torch.nn.functional.cross_entropy, torch.nn.functional.nll_loss):
             self._remember(result, *args, **kwargs)
-        elif func in (torch.mean, torch.Tensor.mean) and args and not result.ndim:
-            self._means.append((result, _version(result), args[0].numel()))
-        elif args and (func in _SUMS or kwargs.get("reduction") == "sum") and not result.ndim:
-            self._sums.append((result, _version(result), args[0].shape[0] if args[0].ndim else 1))
+        elif args and isinstance(result, torch.Tensor) and not result.ndim:
+            self._note_number(func, result, args, kwargs.get("reduction"))
         return result
+
+    def _note_number(
+        self, func: Callable[..., Any], result: torch.Tensor, args: tuple[Any, ...], reduction: str | None
+    ) -> None:
+        number = _Result(result, _version(result))
+        if func in (torch.mean, torch.Tensor.mean):
+            self._means.append((number, args[0].numel()))
+        elif func in _SUMS or reduction == "sum":
+            self._sums.append((number, args[0].shape[0] if args[0].ndim else 1))
+        elif reduction == "mean":
+            self._losses.append((number, args[0].numel()))
+        elif (
+            func in _DIVISIONS
+            and isinstance(args[1], torch.Tensor)
+            and any(args[0] is each.tensor for each, _ in self._sums)
+        ):
+            self._quotients.append((number, args[1]))
 
     def _remember(
         self,
@@ -414,17 +449,17 @@ class CrossEntropies(TorchFunctionMode):
 
     def _is_over_rows(self, value: Any, rows: int | None) -> bool:
         """Whether a metric is a mean of one number per row."""
-        return any(elements == rows and _is_result(value, result, version) for result, version, elements in self._means)
+        return any(elements == rows and mean.is_in(value) for mean, elements in self._means)
 
     def summed(self, logged: list[Any], rows: int | None) -> list[str]:
         """The names of the entries of `logged` that are sums over the `rows` of the batch, but will be averaged."""
         if rows is None or rows < 2:
             return []
-        sums = [(result, version) for result, version, first in self._sums if first == rows]
+        sums = [each for each, first in self._sums if first == rows]
         return [
             name
             for name, value, weight, reduce in logged
-            if weight is None and reduce == "mean" and any(_is_result(value, *each) for each in sums)
+            if weight is None and reduce == "mean" and any(each.is_in(value) for each in sums)
         ]
 
     def _count_of(self, name: str, value: Any) -> Counted | None:
@@ -444,9 +479,9 @@ class CrossEntropies(TorchFunctionMode):
         )
         return next(same, None)
 
-    def of_other_than_rows(self, rows: int | None = None) -> str:
-        """A description of a recorded cross-entropy that is not a mean over the `rows` of the batch; "" if there is none. For batches whose
-        cross-entropies were not logged unchanged. Waits for the device."""
+    def of_other_than_rows(self, logged: list[Any], rows: int | None = None) -> str:
+        """A description of a recorded cross-entropy, or of an entry of `logged` without a weight, that is not a mean over the `rows` of the
+        batch; "" if there is none. For batches whose cross-entropies were not logged unchanged. Waits for the device."""
         for _, _, count, elements in self._found:
             if count.weight is not count.labels:
                 return "a cross-entropy with class weights"
@@ -454,16 +489,16 @@ class CrossEntropies(TorchFunctionMode):
                 return f"a cross-entropy that counts {int(count.labels)} of {elements} labels"
             if rows and elements % rows:
                 return f"a cross-entropy of {elements} labels for {rows} rows"
+        for name, value, weight, reduce in logged:
+            if weight is not None or reduce != "mean" or not rows:
+                continue
+            for mean, elements in self._losses + (self._means if "loss" in name else []):
+                if elements % rows and mean.is_in(value):
+                    return f"{name!r} as a mean over {elements} values for {rows} rows"
+            for quotient, divisor in self._quotients:
+                if quotient.is_in(value) and float(divisor) % rows:
+                    return f"{name!r} as a sum divided by {float(divisor):g} for {rows} rows"
         return ""
-
-
-def _is_result(value: Any, result: torch.Tensor, version: int | None) -> bool:
-    """Whether `value` is the tensor `result`, unchanged since it had this `version`, or its number, if `result` is on the host."""
-    if _version(result) != version:
-        return False
-    if isinstance(value, torch.Tensor):
-        return value.data_ptr() == result.data_ptr()
-    return type(value) in (int, float) and not on_device(result) and repr(value) == repr(result.item())
 
 
 def _version(tensor: torch.Tensor) -> int | None:

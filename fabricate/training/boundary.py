@@ -146,7 +146,7 @@ def _report(run: Run, first: FirstUpdate, wanted: Wanted, epoch: int, norm: torc
     elif last:
         stop_if_nonfinite(run, run.metrics.look(), run.progress.step)
     if wanted.log or last:
-        first.report()
+        first.report(last)
 
 
 def _check(run: Run, wanted: Wanted, ends: bool, last: bool) -> None:

@@ -63,6 +63,8 @@ def _is_compiled(module: torch.nn.Module) -> bool:
     return by_torch or ("forward" in vars(module) and not hasattr(module, "_hf_hook"))
 
 
+_SEVERAL = 10
+"""The updates after which a parameter without any gradient is reported: parts of a model may take turns."""
 _WHEN = {"step": "update", "epoch": "epoch"}
 _WEIGHED = {"given": "as training_step says", "counted": "by the labels it counts", "rows": "by rows"}
 
@@ -157,9 +159,9 @@ class FirstUpdate:
         elif self._without_gradient:
             self._without_gradient = {n: p for n, p in self._without_gradient.items() if p.grad is None}
 
-    def report(self) -> None:
-        """Report, once each, the schedulers that other code steps, and the parameters that have received no gradient in any update so
-        far."""
+    def report(self, last: bool) -> None:
+        """Report, once each, the schedulers that other code steps, and the parameters that have received no gradient in any update so far.
+        `last`: whether this is the last update of an epoch or of the fit."""
         moved = [each for each in self._schedules if each.advanced_elsewhere]
         self._schedules = [each for each in self._schedules if not each.advanced_elsewhere]
         for schedule in moved:
@@ -169,7 +171,7 @@ class FirstUpdate:
                 "learning rate changes faster than its schedule says. Remove that call, or do not return the scheduler from "
                 "configure_optimizers, and save its state in on_save"
             )
-        if self._without_gradient:
+        if self._without_gradient and (last or self._run.progress.step - self._began_at >= _SEVERAL):
             self._run.journal.note(
                 f"no gradient reached {few(list(self._without_gradient))} in the updates up to step {self._run.progress.step}: they do "
                 "not train. Use them in training_step, not under no_grad or behind detach(); if that is meant, freeze them with "

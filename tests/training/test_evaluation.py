@@ -85,6 +85,48 @@ def test_a_metric_that_is_a_sum_over_the_rows_of_a_batch_gets_a_note(
     assert noted == (gives in SUMS)
 
 
+PARTS: dict[str, Any] = {
+    "masked mean": lambda error: {"mse": error[:1].square().sum() / torch.tensor(1)},
+    "mean of more values than rows": lambda error: {"loss": error.expand(-1, 3).flatten()[:-1].square().mean()},
+    "loss over nodes": lambda error: {"mse": torch.nn.functional.mse_loss(*torch.zeros(2, 2 * len(error) + 1))},
+}
+"""What a validation step may return, given the errors of the rows: means over something other than these rows."""
+NO_PARTS: dict[str, Any] = {
+    "count of rows": lambda error: {"accuracy": (error.abs() < 9).sum() / torch.tensor(len(error))},
+    "mean of other values": lambda error: {"loss": error.square().mean(), "usage": torch.ones(7).mean()},
+    "several values per row": lambda error: {
+        "loss": torch.nn.functional.mse_loss(error.expand(-1, 3), error.expand(-1, 3))
+    },
+    "weighed": lambda error: {"loss": torch.ones(7).mean(), "weight": 7},
+}
+
+
+@pytest.mark.parametrize("gives", [*PARTS, *NO_PARTS])
+def test_a_metric_that_is_no_mean_over_the_rows_gets_a_note(gives: str, capsys: pytest.CaptureFixture[str]) -> None:
+    class Parts(Regression):
+        def validation_step(self, batch: Any) -> Any:
+            return (PARTS | NO_PARTS)[gives](self.layers(batch[0]) - batch[1])
+
+    fit(Parts(), val=ROWS, validate_every=1)
+    assert capsys.readouterr().err.count("so its metrics are weighted by rows") == (gives in PARTS)
+
+
+@pytest.mark.parametrize(("metrics", "notes"), [(["loss"], 1), (["accuracy"], 0), (["loss", "weight"], 0)])
+def test_an_evaluation_without_the_weight_that_training_has_gets_a_note(
+    metrics: list[str], notes: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Weighs(Regression):
+        def training_step(self, batch: Any) -> Any:
+            return {"loss": super().training_step(batch), "weight": 2 * len(batch[0])}
+
+        def validation_step(self, batch: Any) -> Any:
+            return dict.fromkeys(metrics, 2.5)
+
+    fit(Weighs(), val=ROWS, validate_every=1)
+    text = "training_step returns a weight with its loss, and validation_step does not return a plain cross-entropy"
+    assert capsys.readouterr().err.count(text) == notes
+
+
 def test_a_sum_that_is_logged_as_one_gets_no_note(capsys: pytest.CaptureFixture[str]) -> None:
     class Sums(Regression):
         def validation_step(self, batch: Any) -> None:

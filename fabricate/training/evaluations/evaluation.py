@@ -153,7 +153,7 @@ def _evaluate_source(run: Run, source: Source, stage: str, most: int | None) -> 
             _note_sums(run, stage, watch.summed(module._logged, came))
             weight = watch.weigh(module._logged, came)
             if weight is None:
-                _note_rows(run, stage, item.batch, watch.of_other_than_rows(came))
+                _note_rows(run, stage, item.batch, watch.of_other_than_rows(module._logged, came))
                 watch = None
         metrics.take(module._logged, _rows_in(item) if weight is None else weight)
     check_first(run, source)
@@ -278,6 +278,8 @@ def _note_rows(run: Run, stage: str, batch: Any, computed: str) -> None:
     why = f"a batch holds whole numbers of the shape {shape}, several per row," if shape is not None else ""
     if computed:
         why = f"{STEPS[stage]} computes {computed},"
+    elif not why and run.optim.gives_weights and any(name.endswith("loss") for name, *_ in run.module._logged):
+        why = "training_step returns a weight with its loss,"
     if why:
         run.journal.note(
             f"{why} and {STEPS[stage]} does not return a plain cross-entropy, so its metrics are weighted by rows. Where rows have "

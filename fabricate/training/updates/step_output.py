@@ -187,6 +187,7 @@ def check_window(run: Run, how: str, name: str, made: Made, is_split: bool) -> N
     if 0 < len(unused) < len(trainable) and name == run.optim.default:
         run.journal.event("unused_parameters", names=unused[:20])
     run.journal.event("loss_weight", optimizer=name, source=how)
+    run.optim.gives_weights |= how == "given"
     if is_split and made.function:
         run.journal.note(
             f"the loss is, or contains, a non-linear function ({made.function}) of a mean over its batch. An update takes the mean of this "
