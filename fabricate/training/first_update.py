@@ -181,8 +181,7 @@ class FirstUpdate:
 
     def _observe(self, layers: dict[str, list[str]], whole: bool, losses: WindowLosses) -> None:
         run = self._run
-        trainable = {n: p for n, p in run.module.named_parameters() if p.requires_grad}
-        observed = _observed(run, layers, losses, list(trainable.values()))
+        observed = _observed(run, layers, losses, [p for p in run.module.parameters() if p.requires_grad])
         run.journal.event("observed", **observed)
         if run.settings.fast_dev_run and (text := compare_halves(run)):
             run.journal.note(text)
@@ -208,9 +207,13 @@ class FirstUpdate:
                 "or call detach() first"
             )
         if run.engine.strategy.exposes_gradients:
-            # An optimizer keeps state of what it has trained, perhaps before a resume.
-            trained = {p for o in run.optim.optimizers.values() for p, state in o.state.items() if state}
-            self._without_gradient = {n: p for n, p in trainable.items() if p.grad is None and p not in trained}
+            self._without_gradient = self._unreached()
+
+    def _unreached(self) -> dict[str, torch.nn.Parameter]:
+        """The trainable parameters without a gradient, but none of which an optimizer keeps state: it was trained before a resume."""
+        trained = {p for o in self._run.optim.optimizers.values() for p, state in o.state.items() if state}
+        parameters = self._run.module.named_parameters()
+        return {n: p for n, p in parameters if p.requires_grad and p.grad is None and p not in trained}
 
     def _new_parameters(self) -> list[str]:
         """The names of trainable parameters that a step or a hook has created, and that no optimizer holds."""
