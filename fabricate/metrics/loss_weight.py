@@ -364,10 +364,10 @@ class CrossEntropies(TorchFunctionMode):
         """The results of `mean`, and the numbers of elements that they were taken over."""
         self._losses: list[tuple[_Result, int]] = []
         """The same of torch's other mean losses."""
-        self._sums: list[tuple[_Result, int]] = []
-        """The results of sums over all elements, and the first sizes of the tensors that they were taken over."""
-        self._quotients: list[tuple[_Result, torch.Tensor]] = []
-        """The results of dividing such a sum by a tensor, and the divisors."""
+        self._sums: list[tuple[_Result, tuple[int, ...]]] = []
+        """The results of sums over all elements, and the sizes of the tensors that they were taken over."""
+        self._quotients: list[tuple[_Result, torch.Tensor | float, tuple[int, ...]]] = []
+        """The results of dividing such a sum by a number, the divisors, and those sizes."""
         self._weighed: set[str] = set()
         """The names of the metrics that were cross-entropies."""
         self._decided = False
@@ -395,15 +395,13 @@ class CrossEntropies(TorchFunctionMode):
         if func in (torch.mean, torch.Tensor.mean):
             self._means.append((number, args[0].numel()))
         elif func in _SUMS or reduction == "sum":
-            self._sums.append((number, args[0].shape[0] if args[0].ndim else 1))
+            self._sums.append((number, tuple(args[0].shape)))
         elif reduction == "mean":
             self._losses.append((number, args[0].numel()))
-        elif (
-            func in _DIVISIONS
-            and isinstance(args[1], torch.Tensor)
-            and any(args[0] is each.tensor for each, _ in self._sums)
-        ):
-            self._quotients.append((number, args[1]))
+        elif func in _DIVISIONS:
+            sizes = next((sizes for each, sizes in self._sums if each.tensor is args[0]), None)
+            if sizes is not None:
+                self._quotients.append((number, args[1], sizes))
 
     def _remember(
         self,
@@ -455,7 +453,7 @@ class CrossEntropies(TorchFunctionMode):
         """The names of the entries of `logged` that are sums over the `rows` of the batch, but will be averaged."""
         if rows is None or rows < 2:
             return []
-        sums = [each for each, first in self._sums if first == rows]
+        sums = [each for each, sizes in self._sums if sizes[:1] == (rows,)]
         return [
             name
             for name, value, weight, reduce in logged
@@ -479,9 +477,10 @@ class CrossEntropies(TorchFunctionMode):
         )
         return next(same, None)
 
-    def of_other_than_rows(self, logged: list[Any], rows: int | None = None) -> str:
+    def of_other_than_rows(self, logged: list[Any], rows: int | None = None, whole: int | None = None) -> str:
         """A description of a recorded cross-entropy, or of an entry of `logged` without a weight, that is not a mean over the `rows` of the
-        batch; "" if there is none. For batches whose cross-entropies were not logged unchanged. Waits for the device."""
+        batch; "" if there is none. `whole`: the rows of the whole data set, by which a step may divide. For batches whose cross-entropies
+        were not logged unchanged. Waits for the device."""
         for _, _, count, elements in self._found:
             if count.weight is not count.labels:
                 return "a cross-entropy with class weights"
@@ -489,15 +488,27 @@ class CrossEntropies(TorchFunctionMode):
                 return f"a cross-entropy that counts {int(count.labels)} of {elements} labels"
             if rows and elements % rows:
                 return f"a cross-entropy of {elements} labels for {rows} rows"
-        for name, value, weight, reduce in logged:
-            if weight is not None or reduce != "mean" or not rows:
-                continue
-            for mean, elements in self._losses + (self._means if "loss" in name else []):
-                if elements % rows and mean.is_in(value):
-                    return f"{name!r} as a mean over {elements} values for {rows} rows"
-            for quotient, divisor in self._quotients:
-                if quotient.is_in(value) and float(divisor) % rows:
-                    return f"{name!r} as a sum divided by {float(divisor):g} for {rows} rows"
+        unweighted = [(name, value) for name, value, weight, reduce in logged if weight is None and reduce == "mean"]
+        return (
+            next(filter(None, (self._over_other_than_rows(*each, rows, whole) for each in unweighted)), "")
+            if rows
+            else ""
+        )
+
+    def _over_other_than_rows(self, name: str, value: Any, rows: int, whole: int | None) -> str:
+        """A description of the metric `value` if it is a mean over other values than `rows` rows; else ""."""
+        for mean, elements in self._losses + (self._means if "loss" in name else []):
+            if elements % rows and mean.is_in(value):
+                return f"{name!r} as a mean over {elements} values for {rows} rows"
+        for quotient, divisor, sizes in self._quotients:
+            if quotient.is_in(value) and not _counts(float(divisor), rows, sizes):
+                return f"{name!r} as a sum divided by {float(divisor):g} for {rows} rows"
+        if type(value) is float and whole:  # computed from the number of a sum
+            for each, sizes in self._sums:
+                if value and each.is_in(number := each.tensor.item()) and math.isclose(value * whole, number):
+                    return (
+                        "" if _counts(whole, rows, sizes) else f"{name!r} as a sum divided by {whole} for {rows} rows"
+                    )
         return ""
 
 

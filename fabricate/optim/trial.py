@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from fabricate.optim.inner import inner_optimizers
+from fabricate.optim.optimizers import inner_optimizers
 from fabricate.seeding import rng_state, set_rng_state
 
 State = dict[torch.Tensor, dict[str, Any]]

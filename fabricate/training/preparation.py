@@ -53,7 +53,7 @@ from fabricate.training.saves.saved_state import leave_out_frozen_weights, versi
 from fabricate.training.saves.unsaved import remember, unsaved_notes
 from fabricate.training.state.run_state import Run
 from fabricate.training.updates.optimizer_modes import train_mode
-from fabricate.training.updates.step_code import notes_of_clipping
+from fabricate.training.updates.step_output import notes_of_clipping
 from fabricate.training.updates.stepping import prepare_updates
 from fabricate.training.written import refuse_max_norm
 from fabricate.values import Every

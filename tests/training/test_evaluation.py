@@ -87,6 +87,8 @@ def test_a_metric_that_is_a_sum_over_the_rows_of_a_batch_gets_a_note(
 
 PARTS: dict[str, Any] = {
     "masked mean": lambda error: {"mse": error[:1].square().sum() / torch.tensor(1)},
+    "sum divided by the rows of the set": lambda error: {"mse": error.square().sum() / 8},
+    "count divided by the rows of the set": lambda error: {"accuracy": (error.abs() < 9).sum().item() / 8},
     "mean of more values than rows": lambda error: {"loss": error.expand(-1, 3).flatten()[:-1].square().mean()},
     "loss over nodes": lambda error: {"mse": torch.nn.functional.mse_loss(*torch.zeros(2, 2 * len(error) + 1))},
 }
@@ -94,6 +96,8 @@ PARTS: dict[str, Any] = {
 NO_PARTS: dict[str, Any] = {
     "count of rows": lambda error: {"accuracy": (error.abs() < 9).sum() / torch.tensor(len(error))},
     "mean of other values": lambda error: {"loss": error.square().mean(), "usage": torch.ones(7).mean()},
+    "sum divided by the rows": lambda error: {"mse": error.square().sum() / len(error)},
+    "count divided by the rows": lambda error: {"accuracy": (error.abs() < 9).sum().item() / len(error)},
     "several values per row": lambda error: {
         "loss": torch.nn.functional.mse_loss(error.expand(-1, 3), error.expand(-1, 3))
     },

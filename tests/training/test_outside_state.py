@@ -446,3 +446,45 @@ def test_evaluations_checkpoints_and_exports_have_the_weights_that_the_optimizer
     resumed = Free()
     fit(resumed, 4, run_dir=tmp_path / "cut", plugins=[Meant()], validate_every=2, save_every="2 steps")
     assert torch.equal(resumed.layer.weight, module.layer.weight)
+
+
+# ------------------------------------------------------------------------------------------------ schedulers and optimizers of one's own
+
+
+class Steps(TrainModule):
+    """Holds a scheduler and a second optimizer; `own` says which of them it steps itself instead of returning them."""
+
+    def __init__(self, own: str) -> None:
+        super().__init__()
+        self.layer, self.spare = torch.nn.Linear(3, 1), torch.nn.Linear(3, 1)
+        self.own = own
+
+    def training_step(self, batch: Any) -> torch.Tensor:
+        return torch.nn.functional.mse_loss(self.layer(batch[0]) + self.spare(batch[0]), batch[1])
+
+    def configure_optimizers(self) -> Any:
+        self.main = torch.optim.SGD(self.layer.parameters(), lr=1e-3)
+        self.second = torch.optim.Adam(self.spare.parameters(), lr=1e-3)
+        self.warm = torch.optim.lr_scheduler.LinearLR(self.main, 0.5, total_iters=2)
+        self.whole = torch.optim.lr_scheduler.ConstantLR(self.main, 1.0)
+        self.chained = torch.optim.lr_scheduler.ChainedScheduler([self.warm, self.whole], self.main)
+        answer = {"main": self.main if self.own == "scheduler" else (self.main, self.chained)}
+        return answer if self.own == "optimizer" else {**answer, "second": self.second}
+
+    def on_step(self) -> None:
+        if self.own == "scheduler":
+            self.chained.step()
+        elif self.own == "optimizer":
+            self.spare.weight.grad = torch.ones_like(self.spare.weight)
+            self.second.step()
+            self.second.zero_grad()
+
+
+@pytest.mark.parametrize("own", ["", "scheduler", "optimizer"])
+def test_a_scheduler_or_optimizer_that_a_hook_steps_is_named(
+    own: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Trainer(max_steps=4, seed=1, progress=False, run_dir=tmp_path).fit(Steps(own), ROWS, batch_size=2)
+    notes = [line for line in capsys.readouterr().err.splitlines() if "changed since the fit began" in line]
+    named = {"": None, "scheduler": "Steps.warm, Steps.whole, Steps.chained", "optimizer": "Steps.second"}[own]
+    assert [note.partition(" changed since")[0] for note in notes] == ([f"note: {named}"] if named else [])

@@ -153,7 +153,7 @@ def _evaluate_source(run: Run, source: Source, stage: str, most: int | None) -> 
             _note_sums(run, stage, watch.summed(module._logged, came))
             weight = watch.weigh(module._logged, came)
             if weight is None:
-                _note_rows(run, stage, item.batch, watch.of_other_than_rows(module._logged, came))
+                _note_rows(run, stage, item.batch, watch.of_other_than_rows(module._logged, came, source.num_samples))
                 watch = None
         metrics.take(module._logged, _rows_in(item) if weight is None else weight)
     check_first(run, source)

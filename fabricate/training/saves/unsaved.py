@@ -12,11 +12,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from fabricate.errors import few
 from fabricate.metrics.torchmetrics_objects import path_inside
 from fabricate.module import overrides
-from fabricate.optim.inner import inner_optimizers
+from fabricate.optim.optimizers import inner_optimizers
 from fabricate.optim.schedules import captured
 from fabricate.seeding import is_generator
 from fabricate.training.saves.attributes import LIBRARIES, OURS, is_users
@@ -104,7 +106,7 @@ def _held(run: Run) -> Iterator[tuple[str, Any]]:
             yield from _attributes(f"{type(sampler).__name__} (train)", sampler, seeded=True)
 
 
-def _of_optimizers(optimizers: list[torch.optim.Optimizer]) -> Iterator[tuple[str, Any]]:
+def _of_optimizers(optimizers: list[Optimizer]) -> Iterator[tuple[str, Any]]:
     """What no checkpoint holds of optimizers: their attributes, state under a name and not a parameter, and the state that the optimizers
     inside them keep for themselves."""
     common = vars(
@@ -115,7 +117,7 @@ def _of_optimizers(optimizers: list[torch.optim.Optimizer]) -> Iterator[tuple[st
         inside = [pair for pair in inner_optimizers(optimizer, label) if pair[1] not in optimizers]
         for where, each in ((label, optimizer), *inside):
             for name, value in _attributes(where, each):
-                if name.rpartition(".")[2] not in common and not isinstance(value, torch.optim.Optimizer):
+                if name.rpartition(".")[2] not in common and not isinstance(value, Optimizer):
                     yield name, value
         yield from (
             (f"{label}.state[{key!r}]", v) for key, v in optimizer.state.items() if not isinstance(key, torch.Tensor)
@@ -162,7 +164,8 @@ def _numbers(owner: str, layer: torch.nn.Module) -> Iterator[tuple[str, Any]]:
 def _counts(value: Any) -> bool:
     if isinstance(value, torch.nn.Module):
         return False
-    return isinstance(value, torch.Tensor | np.ndarray) or type(value) in (*_PLAIN, *_COLLECTIONS) or is_users(value)
+    kinds = torch.Tensor | np.ndarray | Optimizer | LRScheduler
+    return isinstance(value, kinds) or type(value) in (*_PLAIN, *_COLLECTIONS) or is_users(value)
 
 
 _NAMED = object()
@@ -176,7 +179,25 @@ _MOST_ITEMS, _MOST_BYTES = (1000, 50, 0), 2**24
 def _marks(run: Run) -> dict[str, Any]:
     """A fingerprint of each value that no checkpoint holds."""
     saved = {id(tensor) for tensor in (*run.module.parameters(), *run.module.buffers())}
-    return {name: _mark(value, saved) for name, value in _held(run) if _counts(value)}
+    returned = {id(optimizer) for optimizer in run.optim.optimizers.values()} | _schedulers(run)
+    return {name: _mark(value, saved) for name, value in _held(run) if _counts(value) and id(value) not in returned}
+
+
+def _schedulers(run: Run) -> set[int]:
+    """The ids of the schedulers that `configure_optimizers` returned, and of those inside them."""
+    pending, ids = [schedule.made for schedule in run.optim.schedules.values()], set()
+    while pending:
+        scheduler = pending.pop()
+        ids.add(id(scheduler))
+        pending += getattr(scheduler, "_schedulers", ())
+    return ids
+
+
+def _content(value: Any) -> Any:
+    """What of an object can change: the state of an optimizer, the attributes of a scheduler and of an object of the user's class."""
+    if isinstance(value, Optimizer):
+        return dict(value.state)
+    return vars(value) if isinstance(value, LRScheduler) or is_users(value) else value
 
 
 def _mark(value: Any, saved: set[int], depth: int = 0) -> Any:
@@ -186,8 +207,7 @@ def _mark(value: Any, saved: set[int], depth: int = 0) -> Any:
         return id(value), None if value.is_inference() or id(value) in saved else value._version
     if isinstance(value, np.ndarray):
         return value.shape, hash(value.tobytes()) if value.nbytes <= _MOST_BYTES and value.dtype != object else None
-    if depth == 0 and is_users(value):
-        value = vars(value)
+    value = value if depth else _content(value)
     if type(value) not in _COLLECTIONS:
         return repr(value) if type(value) in _PLAIN else type(value).__name__
     if len(value) > _MOST_ITEMS[depth]:

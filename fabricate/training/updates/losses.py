@@ -255,7 +255,7 @@ class WindowLosses:
             if not self.values:
                 self._use(self._losses.rules.get(self.optimizer))
         if self.rule is None or self._first is not None:
-            self._settle(loss, given, rows_that_came(batch, rows) if rows else rows)
+            self._settle(loss, given, batch, rows)
         weight, logged_weight = self.rule.weigh(loss, given, batch, rows)
         if self._first is not None:
             self._note_missing_rows(weight, rows)
@@ -278,12 +278,12 @@ class WindowLosses:
             check_loss(self._losses.run, loss)
         return loss, given, chosen
 
-    def _settle(self, loss: torch.Tensor, given: Any, rows: int | None) -> None:
-        """Check a loss over `rows` rows in the first window of its optimizers; the first loss determines the rule."""
+    def _settle(self, loss: torch.Tensor, given: Any, batch: Any, rows: int | None) -> None:
+        """Check a loss in the first window of its optimizers; the first loss determines the rule."""
         check_loss(self._losses.run, loss)
         check_not_negative(given)
         check_logged(self._losses.run, loss)
-        self._first = Made.by(loss, rows)
+        self._first = Made.by(loss, rows_that_came(batch, rows) if rows else None)
         if self.rule is None:
             self._new_rules = self._losses.new_rules(loss, given)
             self._use(self._new_rules)
