@@ -232,8 +232,22 @@ def _plan(run: Run, resolved: Resolved, data: Data) -> Plan:
         check_room_for_copies(needed, engine)
     engine.prepare_optimizers(optim.optimizers)
     resolved = dataclasses.replace(resolved, seed=(run.source.seed, resolved.seed[1]))
-    run.notes.extend(unsaved_notes(run))
+    run.notes.extend([*unsaved_notes(run), *_repeated_order(run)])
     return make_plan(run.settings, resolved, module, data, optim.optimizers, optim.schedules, run.notes, needed)
+
+
+def _repeated_order(run: Run) -> Iterator[str]:
+    """A note if the module is fitted for the third time on rows in the same order, as in a loop over `fit`."""
+    assert run.source is not None
+    if run.run_dir is None and run.source.shuffle:
+        order = run.source.seed, run.source.num_units
+        earlier = vars(run.module).setdefault("_orders", [])
+        earlier.append(order)
+        if earlier.count(order) == 3:
+            yield (
+                "this module is fitted for the third time on rows in the same order: each fit begins with epoch 0 of the same seed. "
+                "Train in one fit with more epochs, or give each Trainer another seed"
+            )
 
 
 def unsaved_state(needed: Need, strategy: Strategy) -> Iterator[str]:

@@ -664,3 +664,15 @@ def test_a_layer_that_is_wrapped_for_several_devices_gets_a_note(capsys: pytest.
         Trainer(max_steps=1, progress=False).fit(module, ROWS, batch_size=2)
         note = f"note: Regression.{name} is a DataParallel, but fabricate itself divides the work over the ranks."
         assert (note in capsys.readouterr().out) is (wrapped is not layer)
+
+
+def test_a_loop_over_fit_is_told_that_the_order_of_rows_repeats(capsys: pytest.CaptureFixture[str]) -> None:
+    def notes(seeds: list[int], **options: Any) -> list[int]:
+        module, counts = Regression(), []
+        for seed in seeds:
+            Trainer(max_epochs=1, seed=seed, progress=False).fit(module, ROWS, batch_size=2, **options)
+            counts.append(capsys.readouterr().out.count("for the third time on rows in the same order"))
+        return counts
+
+    assert notes([1, 1, 1, 1]) == [0, 0, 1, 0]
+    assert notes([1, 2, 3]) == notes([1, 1, 1], shuffle=False) == [0, 0, 0]

@@ -24,7 +24,17 @@ _DEEPSPEEDS = {
     "applied_pre_backward_ref_cnt",
 }
 OURS = frozenset(
-    {*vars(torch.nn.Module()), "_trainer", "_logged", "_no_log", "_turn", "_uses_trainer", "_arguments", "_built"}
+    {
+        *vars(torch.nn.Module()),
+        "_trainer",
+        "_logged",
+        "_no_log",
+        "_turn",
+        "_orders",
+        "_uses_trainer",
+        "_arguments",
+        "_built",
+    }
     | _DEEPSPEEDS
 )
 """The attributes that torch, fabricate and DeepSpeed set on a module."""
