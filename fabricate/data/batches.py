@@ -51,35 +51,37 @@ _NO_BATCH = (
 )
 
 
-class Reader(Dataset[Any]):
-    """Reads the rows of `dataset` at a list of indices, in one call if the data set supports this. `argument`: the name of the data.
-    `collate_fn`: what makes batches of the rows; if it is torch's, a row must not be None."""
+class RowReader(Dataset[Any]):
+    """Reads the rows of `dataset` at a list of indices, in one call if the data set supports this. `argument`: the name of the data."""
 
-    def __init__(self, dataset: Any, argument: str, collate_fn: Any) -> None:
+    def __init__(self, dataset: Any, argument: str) -> None:
         self.dataset = dataset
         self._argument = argument
-        self._refuses_none = collate_fn in (None, default_collate)
+        self._indices: list[Any] = []
 
     def __getitems__(self, indices: list[Any]) -> Any:
+        self._indices = indices
         at_once: Callable[[list[Any]], Any] | None = getattr(self.dataset, "__getitems__", None)
-        reading = indices
         rows: list[Any] = []
         try:
             if at_once is not None:
                 return at_once(indices)
             for index in indices:
-                reading = [index]
                 rows.append(self.dataset[index])
-        except StopIteration as exc:  # it would end the epoch
-            raise self._error(reading, "raised StopIteration. Let it return the row, or raise another error") from exc
         except Exception as exc:
+            reading = indices if at_once is not None else [indices[len(rows)]]
+            if isinstance(exc, StopIteration):  # it would end the epoch
+                problem = "raised StopIteration. Let it return the row, or raise another error"
+                raise self._error(reading, problem) from exc
             exc.add_note(f"while reading {self._named(reading)}")
             raise
-        if self._refuses_none and (empty := [index for index, row in zip(indices, rows, strict=True) if row is None]):
-            raise self._error(
-                empty, "returned None. Leave it out of the data set, or pass a collate_fn that leaves out None"
-            )
         return rows
+
+    def check_none(self, rows: list[Any], cause: Exception) -> None:
+        """Raise `ConfigurationError` if some of `rows`, those read last, are None."""
+        if empty := [index for index, row in zip(self._indices, rows, strict=False) if row is None]:
+            problem = "returned None. Leave it out of the data set, or pass a collate_fn that leaves out None"
+            raise self._error(empty, problem) from cause
 
     def _error(self, indices: list[Any], problem: str) -> ConfigurationError:
         return ConfigurationError(f"{self._named(indices)}: {type(self.dataset).__name__} {problem}.")
@@ -89,11 +91,15 @@ class Reader(Dataset[Any]):
 
 
 class Collating:
-    """Makes a batch of rows by `collate_fn`, or by torch's default_collate if it is None. `argument`: the name of the data."""
+    """Makes a batch of rows by `collate_fn`, or by torch's default_collate if it is None. `argument`: the name of the data. `reader`: what
+    reads the rows, if they have indices."""
 
-    def __init__(self, collate_fn: Callable[[list[Any]], Any] | None, argument: str) -> None:
+    def __init__(
+        self, collate_fn: Callable[[list[Any]], Any] | None, argument: str, reader: RowReader | None = None
+    ) -> None:
         self._collate = collate_fn or default_collate
         self._argument = argument
+        self._reader = reader
 
     def __call__(self, rows: list[Any]) -> Any:
         try:
@@ -103,6 +109,8 @@ class Collating:
                 f"{self._argument}: the collate_fn raised StopIteration. Let it return a batch, or raise another error."
             ) from exc
         except Exception as exc:
+            if self._collate is default_collate and self._reader is not None:
+                self._reader.check_none(rows, exc)
             how = _NO_BATCH if self._collate is default_collate else f"the collate_fn got {len(rows)} rows"
             exc.add_note(f"{self._argument}: {how}")
             raise

@@ -22,7 +22,7 @@ from torch.utils.data import (
     default_collate,
 )
 
-from fabricate.data.batches import Collating, EvalBatch, Reader, Window
+from fabricate.data.batches import Collating, EvalBatch, RowReader, Window
 from fabricate.data.digests import digest
 from fabricate.data.identity import generators, held
 from fabricate.data.order import Share, batch_seed, plan_window
@@ -123,8 +123,8 @@ class Indexed(Source):
         self.data = dataset
         self._length = _length(dataset)
         self._draw = draw
-        self._reader = Reader(dataset, setup.argument, options["collate_fn"])
-        self._options = {**options, "collate_fn": Collating(options["collate_fn"], setup.argument)}
+        self._reader = RowReader(dataset, setup.argument)
+        self._options = {**options, "collate_fn": Collating(options["collate_fn"], setup.argument, self._reader)}
         self.in_workers, self.several_workers = options["num_workers"] > 0, options["num_workers"] > 1
         self.exact_rows = options["collate_fn"] in (None, default_collate)
 
@@ -289,7 +289,7 @@ class _Requests:
 class _SeededDataset(Dataset[Any]):
     """Seeds its worker process for each batch, so that augmentation depends on the position and not on the worker."""
 
-    def __init__(self, reader: Reader, seed: int, epoch: int) -> None:
+    def __init__(self, reader: RowReader, seed: int, epoch: int) -> None:
         self.dataset = reader.dataset  # `WorkerStart` shows it to the user's code
         self._reader = reader
         self._seed = seed

@@ -95,9 +95,9 @@ def test_an_error_in_a_row_names_the_row_and_the_remedy(make: Any, kind: str, te
 def test_rows_that_are_read_at_once_and_rows_of_a_stream_are_named_as_far_as_they_are_known() -> None:
     assert "while reading rows 4, 5 of train" in error_of(AtOnce(fails))
     assert "rows 4, 5 of train: AtOnce raised StopIteration" in error_of(AtOnce(stops))
-    for make in (longer, nothing):
-        assert "or pass a collate_fn that pads them" in error_of(AtOnce(make))
-        assert "or pass a collate_fn that pads them" in error_of(Streamed(make))
+    assert "row 4 of train: AtOnce returned None. Leave it out" in error_of(AtOnce(nothing))
+    for data in (AtOnce(longer), Streamed(longer), Streamed(nothing)):
+        assert "or pass a collate_fn that pads them" in error_of(data)
 
 
 def test_a_collate_fn_may_leave_out_rows_that_are_none_and_its_errors_name_the_data() -> None:
