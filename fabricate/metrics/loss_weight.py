@@ -454,10 +454,12 @@ class CrossEntropies(TorchFunctionMode):
         if rows is None or rows < 2:
             return []
         sums = [each for each, sizes in self._sums if sizes[:1] == (rows,)]
+        averaged = [(name, value) for name, value, weight, reduce in logged if weight is None and reduce == "mean"]
+        usual = (0, 1, rows)  # numbers that may be equal by chance
         return [
             name
-            for name, value, weight, reduce in logged
-            if weight is None and reduce == "mean" and any(each.is_in(value) for each in sums)
+            for name, value in averaged
+            if (isinstance(value, torch.Tensor) or value not in usual) and any(each.is_in(value) for each in sums)
         ]
 
     def _count_of(self, name: str, value: Any) -> Counted | None:
@@ -488,12 +490,9 @@ class CrossEntropies(TorchFunctionMode):
                 return f"a cross-entropy that counts {int(count.labels)} of {elements} labels"
             if rows and elements % rows:
                 return f"a cross-entropy of {elements} labels for {rows} rows"
-        unweighted = [(name, value) for name, value, weight, reduce in logged if weight is None and reduce == "mean"]
-        return (
-            next(filter(None, (self._over_other_than_rows(*each, rows, whole) for each in unweighted)), "")
-            if rows
-            else ""
-        )
+        averaged = [(name, value) for name, value, weight, reduce in logged if weight is None and reduce == "mean"]
+        found = (self._over_other_than_rows(name, value, rows, whole) for name, value in averaged if rows)
+        return next(filter(None, found), "")
 
     def _over_other_than_rows(self, name: str, value: Any, rows: int, whole: int | None) -> str:
         """A description of the metric `value` if it is a mean over other values than `rows` rows; else ""."""

@@ -52,17 +52,8 @@ from fabricate.training.state.run_state import Owner, Run
 
 _OVER = "the run is over, so the value would not be recorded; log it before the fit ends"
 _SAME = (
-    *(
-        "log_every",
-        "validate_every",
-        "save_every",
-        "validate_first",
-        "sanity_batches",
-        "min_steps",
-        "min_epochs",
-        "load_best",
-    ),
-    *("max_grad_norm", "max_grad_value", "nonfinite", "save", "save_weights_only", "save_frozen"),
+    *("log_every", "validate_every", "save_every", "validate_first", "sanity_batches", "min_steps", "min_epochs"),
+    *("load_best", "max_grad_norm", "max_grad_value", "nonfinite", "save", "save_weights_only", "save_frozen"),
 )
 """The arguments that decide what the ranks do together, and when."""
 _PROCESS = threading.RLock()

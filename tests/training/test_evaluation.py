@@ -58,7 +58,7 @@ def test_several_validation_sets_are_named_in_their_metrics() -> None:
 SUMS: dict[str, Any] = {
     "sum of squares": lambda error: {"sse": error.square().sum()},
     "loss with reduction": lambda error: {"sse": torch.nn.functional.mse_loss(error, error * 0, reduction="sum")},
-    "count as a number": lambda error: {"correct": (error.abs() < 9).sum().item()},
+    "count as a number": lambda error: {"correct": (error.expand(-1, 3).abs() < 9).sum().item()},
     "count": lambda error: {"correct": torch.count_nonzero(error.abs() < 9)},
 }
 """What a validation step may return, given the errors of the rows: sums over these rows."""
@@ -69,6 +69,7 @@ NO_SUMS: dict[str, Any] = {
     "weighed": lambda error: {"sse": error.square().sum(), "weight": 1},
     "over something else": lambda error: {"norm": torch.ones(7).sum()},
     "plain number": lambda error: {"rows": len(error), "mse": error.square().mean()},
+    "equal by chance": lambda error: {"rows": (error.abs() < 9).sum().item(), "none": (error.abs() > 9).sum().item()},
 }
 
 
