@@ -200,6 +200,11 @@ def fits(root: Path) -> dict[tuple[str, str], dict[str, Any]]:
         answers["zero", "host"] = {"gradients": scaled_on_the_host()}
     except Exception:
         answers["zero", "host"] = {"error": traceback.format_exc()}
+    for kind in (Net, NetWithNested):
+        try:
+            answers["resumed", kind.__name__] = {"apart": resumed(kind, root / kind.__name__)}
+        except Exception:
+            answers["resumed", kind.__name__] = {"error": traceback.format_exc()}
     for precision in FITS["single"]:
         attempt(("single", precision), 1)
     with open_group(RANKS, host_backend=False):
@@ -209,6 +214,43 @@ def fits(root: Path) -> dict[tuple[str, str], dict[str, Any]]:
             for precision in FITS[strategy]:
                 attempt((strategy, precision), RANKS)
     return answers
+
+
+class Nested(torch.optim.SGD):
+    """Keeps tensors in a list and in a mapping for each parameter."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for parameter in self.param_groups[0]["params"]:
+            state = self.state[parameter]
+            if not state:
+                zero = torch.zeros_like(parameter)
+                state.update(step=torch.tensor(0.0), list=[zero, None], mapping={"mean": zero.clone()})
+            state["step"] += 1
+            state["list"][0].lerp_(parameter.grad, 0.1)
+            state["mapping"]["mean"].lerp_(state["list"][0], 0.1)
+            parameter.sub_(state["mapping"]["mean"])
+
+
+class NetWithNested(Net):
+    def configure_optimizers(self) -> Any:
+        return Nested(self.parameters(), lr=1e-2)
+
+
+def resumed(kind: type[Net], root: Path) -> float:
+    """The largest difference of weights between a fit of four updates and one that was resumed after two."""
+
+    def weights(steps: int, run_dir: Path) -> list[torch.Tensor]:
+        with trained_on_the_device(1):
+            module = kind()
+            trainer = Trainer(max_steps=steps, seed=1, run_dir=run_dir, save_every="2 steps", progress=False)
+            trainer.fit(module, rows(8), batch_size=2)
+            return [parameter.detach().cpu() for parameter in module.parameters()]
+
+    whole = weights(4, root / "whole")
+    weights(2, root / "parts")
+    parts = weights(4, root / "parts")
+    return max(float((one - other).abs().max()) for one, other in zip(whole, parts, strict=True))
 
 
 def scaled_on_the_host() -> dict[int, list[float]]:
@@ -270,6 +312,11 @@ def test_replicas_need_no_backend_for_tensors_of_the_host(results: Any) -> None:
 
 def test_zero_scales_offloaded_gradients_on_the_host(results: Any) -> None:
     assert trained(results, "zero", "host")["gradients"] == {2: [pytest.approx(0.5)] * 3, 3: [pytest.approx(0.5)] * 3}
+
+
+@pytest.mark.parametrize("kind", [Net, NetWithNested])
+def test_a_resumed_fit_on_a_device_has_the_state_of_its_optimizer_there(results: Any, kind: type[Net]) -> None:
+    assert trained(results, "resumed", kind.__name__)["apart"] == 0
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

@@ -213,13 +213,14 @@ def _check_plain(name: str, part: Strategy.Part, strategy: Strategy) -> None:
         )
 
 
-def decode_with(reader: Reader, tree: object) -> Any:
-    """Return the value that `Saver.encode` encoded. Tensors are read whole, onto the CPU."""
+def decode_with(reader: Reader, tree: object, device: torch.device | None = None) -> Any:
+    """Return the value that `Saver.encode` encoded. Tensors are read whole, onto the CPU; those with dimensions then move to `device`."""
 
     def tensor(name: str) -> torch.Tensor:
         if name not in reader.manifest.tensors:
             raise CheckpointError(f"the saved state refers to the tensor {name!r}, which the checkpoint does not hold")
-        return read_whole(reader, name)
+        value = read_whole(reader, name)
+        return value.to(device) if device and value.ndim else value  # optimizers keep counters on the CPU
 
     try:
         return decode(tree, tensor)
@@ -482,7 +483,7 @@ def load_optimizer(
                 reader, where, own, strategy.local_part(parameter).shape, parameter.device, on_device
             )
             for key, tree in values.items():
-                value = decode_with(reader, tree)
+                value = decode_with(reader, tree, parameter.device)
                 if isinstance(value, dict):
                     value = _restored(
                         reader, f"{where}/{key}", value, tried().get(parameter, {}).get(key), parameter.device
