@@ -527,6 +527,11 @@ def _takes_batch_idx(kind: str, method: str, parameters: list[inspect.Parameter]
     names = [p.name for p in positional]
     takes_any = any(p.kind is p.VAR_POSITIONAL for p in parameters)
     where = f"{kind}.{method}({', '.join(names)})"
+    if "optimizer_idx" in names:
+        raise ConfigurationError(
+            f"{where}: for updates of several optimizers in turn, let configure_optimizers return a mapping of them by name, and define "
+            f"{method}(self, batch, optimizer), which is called with each name"
+        )
     if len(required) > 2 or any(p.kind is p.KEYWORD_ONLY and p.default is p.empty for p in parameters):
         raise ConfigurationError(f"{where}: the loop passes (batch) or (batch, batch_idx); remove the other arguments")
     if not names and not takes_any:

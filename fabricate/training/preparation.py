@@ -181,9 +181,20 @@ def _configure_optimizers(run: Run) -> None:
     for parameter in module.parameters():
         parameter.grad = None  # a gradient may be left from a window that failed
     take_groups(run)
+    _note_several(run)
+
+
+def _note_several(run: Run) -> None:
+    """Note how several optimizers share the updates; refuse turns of optimizers that step together."""
+    optim = run.optim
+    if optim.turns and len(optim.optimizers) > len(optim.named) == 1:
+        raise ConfigurationError(
+            f"{type(run.module).__name__}.training_step has the argument optimizer, but the optimizers in a list step together, so it would "
+            f"always be {optim.turns[0]!r}. Let configure_optimizers return a mapping, such as {{'generator': ..., 'discriminator': ...}}"
+        )
     if optim.turns:
         run.notes.append(f"each step is an update of {', then one of '.join(optim.turns)}, on the same rows")
-    elif len(optim.named) > 1 and optim.default is not None:
+    elif len(optim.named) > 1 and optim.default is not None and run.calls.optimizer_step is None:
         run.notes.append(
             f"the optimizers {', '.join(optim.named)} step together in each update, unless training_step names one of them"
         )

@@ -296,6 +296,10 @@ def test_lightnings_setup_is_refused() -> None:
             "the loop passes (batch) or (batch, batch_idx); remove the other arguments",
         ),
         (lambda self, x, y: None, "define training_step(self, batch), and begin with x, y = batch"),
+        (
+            lambda self, batch, batch_idx, optimizer_idx: None,
+            "a mapping of them by name, and define training_step(self, batch, optimizer), which is called with each name",
+        ),
     ],
 )
 def test_a_training_step_with_other_arguments_is_refused(step: Any, message: str) -> None:

@@ -238,3 +238,14 @@ def test_what_a_hook_freezes_stays_frozen_in_the_turns() -> None:
     fit("single", None, module, max_steps=2)
     unchanged = [torch.equal(*pair) for pair in zip(before, module.generator.parameters(), strict=True)]
     assert unchanged == [True, True, False, False]
+
+
+def test_a_list_of_optimizers_has_no_turns() -> None:
+    class Listed(GAN):
+        def configure_optimizers(self) -> Any:
+            return list(self.optimizers())
+
+    with pytest.raises(
+        ConfigurationError, match="the optimizers in a list step together, so it would always be 'main'"
+    ):
+        Trainer(max_steps=1, progress=False).fit(Listed(), ROWS, batch_size=4)
