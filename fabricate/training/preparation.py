@@ -189,8 +189,8 @@ def _note_several(run: Run) -> None:
     optim = run.optim
     if optim.turns and len(optim.optimizers) > len(optim.named) == 1:
         raise ConfigurationError(
-            f"{type(run.module).__name__}.training_step has the argument optimizer, but the optimizers in a list step together, so it would "
-            f"always be {optim.turns[0]!r}. Let configure_optimizers return a mapping, such as {{'generator': ..., 'discriminator': ...}}"
+            f"{type(run.module).__name__}.training_step has the argument optimizer, but the optimizers in a list step together, so it "
+            f"would always be {optim.turns[0]!r}. Let configure_optimizers return a mapping: {{'generator': ..., 'discriminator': ...}}"
         )
     if optim.turns:
         run.notes.append(f"each step is an update of {', then one of '.join(optim.turns)}, on the same rows")

@@ -11,7 +11,7 @@ import lightning
 import pytest
 import torch
 from fabricate_lightning import adapt
-from lightning.pytorch.callbacks import EarlyStopping
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning_shapes import Classifier, loader, rows
 from test_manual import GAN
 from torch.utils.data import DataLoader
@@ -158,6 +158,22 @@ def test_ckpt_path_last_resumes_and_no_ckpt_path_starts_anew(tmp_path: Path) -> 
     assert (tmp_path / "before-1").exists()
     with pytest.raises(ConfigurationError, match="this run has no directory to write to; give"):
         _fit(Classifier(), None, ckpt_path="last")  # type: ignore[arg-type]
+
+
+def test_a_checkpoint_callback_that_was_used_before_leads_to_the_same_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    callback = ModelCheckpoint(dirpath=str(tmp_path / "run"), save_last=True)
+    for epochs in (1, 2):
+        trainer = fabricate_lightning.Trainer(
+            max_epochs=epochs, callbacks=[callback], logger=False, enable_progress_bar=False, accelerator="cpu"
+        )
+        trainer.fit(Classifier(), loader(), ckpt_path="last")
+        assert trainer.global_step == 7 * epochs
+        text = f"fit(ckpt_path='last'): {tmp_path / 'run'} has no checkpoint, so the fit begins at step 0"
+        assert (text in capsys.readouterr().out) is (epochs == 1)
+        assert len(trainer.lightning_module.losses) == 7 * epochs  # the list is part of the state
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
 class Curriculum(lightning.LightningDataModule):

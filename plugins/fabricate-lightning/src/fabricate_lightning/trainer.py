@@ -143,6 +143,8 @@ class Trainer(TrainerView):
             )
         self.core = self._make(translation, run_dir)
         assert self.adapted is not None
+        if ckpt_path == "last" and run_dir is not None and not any((run_dir / "checkpoints").glob("*")):
+            self.notes.append(f"fit(ckpt_path='last'): {run_dir} has no checkpoint, so the fit begins at step 0")
         resume = {None: "never", "last": "auto"}.get(ckpt_path, ckpt_path)
         if resume == "best":
             raise ConfigurationError(
@@ -259,7 +261,7 @@ class Trainer(TrainerView):
                     "Trainer(enable_checkpointing=False) and a ModelCheckpoint in callbacks; remove one"
                 )
             return None
-        directory = next((c.dirpath for c in translation.checkpoints if c.dirpath is not None), None)
+        directory = next((_directory_to(c) for c in translation.checkpoints if c.dirpath is not None), None)
         if directory is None and self.loggers:
             directory = _directory_of(self.loggers[0])
         directory = directory or self._given["default_root_dir"]
@@ -295,3 +297,10 @@ def _directory_of(logger: Any) -> str | None:
         return None
     version = logger.version if isinstance(logger.version, str) else f"version_{logger.version}"
     return os.path.join(logger.save_dir, str(logger.name), version)
+
+
+def _directory_to(checkpoint: Any) -> str:
+    """The directory to which a ModelCheckpoint writes. After a fit, its `dirpath` is the folder of the checkpoints of that run."""
+    folder = Path(checkpoint.dirpath)
+    of_a_run = checkpoint.last_model_path and Path(checkpoint.last_model_path).parent == folder
+    return str(folder.parent if of_a_run else folder)
