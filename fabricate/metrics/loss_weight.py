@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -49,6 +49,7 @@ _CROSS_ENTROPIES = ("NllLossBackward0", "NllLoss2DBackward0")
 _SELECTIONS = ("IndexBackward0", "IndexSelectBackward0", "GatherBackward0")
 _SUMS = (torch.sum, torch.Tensor.sum, torch.count_nonzero, torch.Tensor.count_nonzero)
 _DIVISIONS = (torch.div, torch.true_divide, torch.Tensor.div, torch.Tensor.true_divide, torch.Tensor.__truediv__)
+_MOST_LOOKS = 3
 _NEAR = 30
 """The number of operations before a mean that are searched for a mask."""
 
@@ -172,7 +173,7 @@ def function_of_a_mean(loss: torch.Tensor, rows: int | None) -> str:
 
 def is_over_a_part(loss: torch.Tensor, rows: int | None = None) -> bool:
     """Whether `loss`, or one of the terms that it adds up, is a mean over the part that a mask selects of its batch of `rows` rows, or a
-    sum divided by a tensor, which is probably a count. Waits for the device if one of the terms is a cross-entropy."""
+    sum divided by a tensor, which is probably a count, or a mean over values times a mask of mean 1. May wait for the device."""
     terms = [node for node, _ in _terms(loss)]
     counts = {node._saved_target.numel() for node in terms if _is_mean_cross_entropy(node)}
     return any(_is_over_a_part(node, rows, counts) for node in terms)
@@ -197,12 +198,23 @@ def _is_over_a_part(node: Any, rows: int | None, counts: set[int]) -> bool:
     by such a number."""
     name = type(node).__name__
     if name == "MeanBackward0" or getattr(node, "_saved_reduction", None) == _MEAN:
-        below = node.next_functions[0][0]
+        below, elements = node.next_functions[0][0], _elements(node)
         selection = _through(below)
-        if rows and _elements(node) % rows:
-            return any(map(_is_masked, [selection, *_near(below)])) or _is_selection(selection, _elements(node))
-        return _is_masked(selection)  # other selections usually take one value per row
+        if rows and elements % rows and (any(map(_is_masked, _near(below))) or _is_selection(selection, elements)):
+            return True
+        # Other selections usually take one value per row.
+        return _is_masked(selection) or any(_has_normalised_mask(each, elements) for each in _near(below))
     return name == "DivBackward0" and not (counts and float(node._saved_other) in counts)
+
+
+def _has_normalised_mask(node: Any, elements: int) -> bool:
+    """Whether an operation multiplies by a mask that was divided by its own mean, as in `mask /= mask.mean()`. Waits for the device."""
+    if type(node).__name__ != "MulBackward0":
+        return False
+    factors = zip((node._saved_self, node._saved_other), node.next_functions, strict=True)
+    constant = [factor for factor, (source, _) in factors if source is None and isinstance(factor, torch.Tensor)]
+    masks = [each for each in constant if each.is_floating_point() and each.numel() == elements > 1]
+    return any(bool((each == 0).any()) and math.isclose(each.mean(), 1, abs_tol=1e-5) for each in masks)
 
 
 def _elements(node: Any) -> int:
@@ -357,13 +369,15 @@ class CrossEntropies(TorchFunctionMode):
     """A context that records every mean cross-entropy (or nll_loss), every other mean, and every sum that is computed inside it. Costs a
     Python call per call of torch."""
 
-    def __init__(self) -> None:
+    def __init__(self, looks: int = _MOST_LOOKS) -> None:
+        """`looks`: the number of batches without a cross-entropy that are inspected."""
         super().__init__()
+        self._looks = looks
         self._found: list[_Remembered] = []
         self._means: list[tuple[_Result, int]] = []
         """The results of `mean`, and the numbers of elements that they were taken over."""
-        self._losses: list[tuple[_Result, int]] = []
-        """The same of torch's other mean losses."""
+        self._losses: list[tuple[_Result, int | torch.Tensor]] = []
+        """The same of torch's other mean losses, and of `nanmean`."""
         self._sums: list[tuple[_Result, tuple[int, ...]]] = []
         """The results of sums over all elements, and the sizes of the tensors that they were taken over."""
         self._quotients: list[tuple[_Result, torch.Tensor | float, tuple[int, ...]]] = []
@@ -394,6 +408,8 @@ class CrossEntropies(TorchFunctionMode):
         number = _Result(result, _version(result))
         if func in (torch.mean, torch.Tensor.mean):
             self._means.append((number, args[0].numel()))
+        elif func in (torch.nanmean, torch.Tensor.nanmean):
+            self._losses.append((number, (~args[0].isnan()).sum()))
         elif func in _SUMS or reduction == "sum":
             self._sums.append((number, tuple(args[0].shape)))
         elif reduction == "mean":
@@ -445,6 +461,10 @@ class CrossEntropies(TorchFunctionMode):
             self._found, self._means = [], []
         return labels
 
+    def another_look(self) -> CrossEntropies | None:
+        """A context for the next batch of an evaluation whose metrics are weighted by rows; None if enough batches were inspected."""
+        return CrossEntropies(self._looks - 1) if self._looks > 1 else None
+
     def _is_over_rows(self, value: Any, rows: int | None) -> bool:
         """Whether a metric is a mean of one number per row."""
         return any(elements == rows and mean.is_in(value) for mean, elements in self._means)
@@ -479,10 +499,12 @@ class CrossEntropies(TorchFunctionMode):
         )
         return next(same, None)
 
-    def of_other_than_rows(self, logged: list[Any], rows: int | None = None, whole: int | None = None) -> str:
+    def of_other_than_rows(
+        self, logged: list[Any], rows: int | None = None, whole: int | None = None, others: Collection[int] = ()
+    ) -> str:
         """A description of a recorded cross-entropy, or of an entry of `logged` without a weight, that is not a mean over the `rows` of the
-        batch; "" if there is none. `whole`: the rows of the whole data set, by which a step may divide. For batches whose cross-entropies
-        were not logged unchanged. Waits for the device."""
+        batch; "" if there is none. `whole`: the rows of the whole data set, by which a step may divide. `others`: the sizes of tensors that
+        have no rows, such as parameters. For batches whose cross-entropies were not logged unchanged. Waits for the device."""
         for _, _, count, elements in self._found:
             if count.weight is not count.labels:
                 return "a cross-entropy with class weights"
@@ -491,14 +513,16 @@ class CrossEntropies(TorchFunctionMode):
             if rows and elements % rows:
                 return f"a cross-entropy of {elements} labels for {rows} rows"
         averaged = [(name, value) for name, value, weight, reduce in logged if weight is None and reduce == "mean"]
-        found = (self._over_other_than_rows(name, value, rows, whole) for name, value in averaged if rows)
+        found = (self._over_other_than_rows(name, value, rows, whole, others) for name, value in averaged if rows)
         return next(filter(None, found), "")
 
-    def _over_other_than_rows(self, name: str, value: Any, rows: int, whole: int | None) -> str:
+    def _over_other_than_rows(
+        self, name: str, value: Any, rows: int, whole: int | None, others: Collection[int]
+    ) -> str:
         """A description of the metric `value` if it is a mean over other values than `rows` rows; else ""."""
-        for mean, elements in self._losses + (self._means if "loss" in name else []):
-            if elements % rows and mean.is_in(value):
-                return f"{name!r} as a mean over {elements} values for {rows} rows"
+        for mean, elements in [*self._losses, *self._means]:
+            if mean.is_in(value) and (over := int(elements)) % rows and over not in others:
+                return f"{name!r} as a mean over {over} values for {rows} rows"
         for quotient, divisor, sizes in self._quotients:
             if quotient.is_in(value) and not _counts(float(divisor), rows, sizes):
                 return f"{name!r} as a sum divided by {float(divisor):g} for {rows} rows"

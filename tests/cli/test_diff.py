@@ -39,6 +39,15 @@ def test_a_run_differs_in_nothing_from_itself(runs: tuple[Path, Path]) -> None:
     assert (same.exit_code, same.stdout) == (0, f"no difference between {runs[0]} and {runs[0]}\n")
 
 
+def test_metrics_of_one_step_on_two_lines_are_no_difference(runs: tuple[Path, Path], tmp_path: Path) -> None:
+    copy = shutil.copytree(runs[0], tmp_path / "copy")
+    lines = [json.loads(line) for line in (copy / "metrics.jsonl").read_text().splitlines()]
+    lines.append({**lines[-1], "metrics": {"weight_norm": 5.0}})  # as a hook logs at the end of an epoch
+    (copy / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert diff(copy, copy).stdout == f"no difference between {copy} and {copy}\n"
+    assert "weight_norm" in diff(copy, runs[0]).stdout
+
+
 def test_what_was_set_otherwise_is_named_with_both_values(runs: tuple[Path, Path]) -> None:
     by_topic = differences(*runs)
     assert by_topic["plan"].keys() == {"learning_rate"}

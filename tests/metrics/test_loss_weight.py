@@ -124,6 +124,30 @@ def test_a_sum_and_a_mean_over_a_part_of_the_batch_are_seen(
     assert (is_sum(loss()), is_over_a_part(loss())) == (a_sum, over_a_part)
 
 
+def _masked(mask: torch.Tensor) -> torch.Tensor:
+    """A mean as in graph networks for traffic: values times a mask that was divided by its own mean."""
+    mask = mask.float()
+    values = (LOGITS - LOGITS.detach() - 1).abs() * (mask / mask.mean())
+    return torch.where(values.isnan(), torch.zeros_like(values), values).mean()
+
+
+def test_a_mean_over_values_times_a_normalised_mask_is_over_a_part() -> None:
+    some = torch.arange(LOGITS.numel()).view(LOGITS.shape) % 3 > 0
+    assert is_over_a_part(_masked(some))
+    assert is_over_a_part(0.5 * _masked(some), rows=len(LOGITS))
+    assert not is_over_a_part(_masked(torch.ones_like(some)))
+    assert not is_over_a_part((LOGITS.square() * some.float()).mean())  # the zeros count
+    assert not is_over_a_part((LOGITS.square() * (torch.arange(5.0) / 2)).mean())  # not one weight per value
+
+
+def test_a_mean_over_a_tensor_without_rows_is_not_named() -> None:
+    watch = CrossEntropies()
+    with torch.no_grad(), watch:
+        logged: list[Any] = [("usage", torch.ones(7).mean(), None, "mean")]
+    assert watch.of_other_than_rows(logged, rows=2, others={7}) == ""
+    assert watch.of_other_than_rows(logged, rows=2) == "'usage' as a mean over 7 values for 2 rows"
+
+
 EACH, WEIGHTS = LOGITS.square().mean(1), torch.linspace(0.1, 3.0, 6)
 
 

@@ -91,12 +91,16 @@ PARTS: dict[str, Any] = {
     "sum divided by the rows of the set": lambda error: {"mse": error.square().sum() / 8},
     "count divided by the rows of the set": lambda error: {"accuracy": (error.abs() < 9).sum().item() / 8},
     "mean of more values than rows": lambda error: {"loss": error.expand(-1, 3).flatten()[:-1].square().mean()},
+    "mean over a mask": lambda error: {"mae": error.expand(-1, 3).flatten()[:-1].abs().mean()},
+    "mean of what is not nan": lambda error: {
+        "mae": torch.where(torch.arange(6).view(2, 3) > 0, error.expand(-1, 3), torch.nan).nanmean()
+    },
     "loss over nodes": lambda error: {"mse": torch.nn.functional.mse_loss(*torch.zeros(2, 2 * len(error) + 1))},
 }
 """What a validation step may return, given the errors of the rows: means over something other than these rows."""
 NO_PARTS: dict[str, Any] = {
     "count of rows": lambda error: {"accuracy": (error.abs() < 9).sum() / torch.tensor(len(error))},
-    "mean of other values": lambda error: {"loss": error.square().mean(), "usage": torch.ones(7).mean()},
+    "mean over the rows": lambda error: {"loss": error.square().mean(), "mae": error.abs().mean()},
     "sum divided by the rows": lambda error: {"mse": error.square().sum() / len(error)},
     "count divided by the rows": lambda error: {"accuracy": (error.abs() < 9).sum().item() / len(error)},
     "several values per row": lambda error: {
@@ -114,6 +118,32 @@ def test_a_metric_that_is_no_mean_over_the_rows_gets_a_note(gives: str, capsys: 
 
     fit(Parts(), val=ROWS, validate_every=1)
     assert capsys.readouterr().err.count("so its metrics are weighted by rows") == (gives in PARTS)
+
+
+@pytest.mark.parametrize(("number", "notes"), [(0, 1), (2, 1), (3, 0)])
+def test_the_first_batches_of_an_evaluation_are_inspected(
+    number: int, notes: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Masked(Regression):
+        def validation_step(self, batch: Any, batch_idx: int) -> Any:
+            error = self.layers(batch[0]) - batch[1]
+            return {"mae": error.expand(-1, 3).flatten()[int(batch_idx == number) :].abs().mean()}
+
+    fit(Masked(), val=ROWS, validate_every=1, sanity_batches=0)
+    assert capsys.readouterr().err.count("'mae' as a mean over 5 values for 2 rows") == notes
+
+
+def test_an_error_in_compute_metrics_says_what_it_gets() -> None:
+    class OfTransformers(Regression):
+        def validation_step(self, batch: Any) -> Any:
+            return {"outputs": self.layers(batch[0])}
+
+        def compute_metrics(self, eval_pred: Any) -> Any:
+            return {"n": len(eval_pred.predictions)}
+
+    with pytest.raises(AttributeError) as caught:
+        fit(OfTransformers(), val=ROWS, validate_every=1)
+    assert "in OfTransformers.compute_metrics(outputs): a list with one item per row" in caught.value.__notes__[0]
 
 
 @pytest.mark.parametrize(("metrics", "notes"), [(["loss"], 1), (["accuracy"], 0), (["loss", "weight"], 0)])

@@ -91,22 +91,24 @@ def _configuration(run: RunFiles) -> dict[str, Any]:
 
 def _metrics(first: RunFiles, second: RunFiles) -> Iterator[Different]:
     """The first metric that differs, in the logging order of the first run. If none differs: the lengths of the logs, if these differ."""
-    others: dict[tuple[int, str], dict[str, Any]] = {}
-    for line in second.lines:
-        others.setdefault((line["step"], line["stage"]), {}).update(line["metrics"])
-    for line in first.lines:
-        place = line["step"], line["stage"]
-        if place not in others:
-            continue
-        for different in _apart("metrics", line["metrics"], others[place]):
+    ours, others = _by_place(first), _by_place(second)
+    for place in [place for place in ours if place in others]:
+        for different in _apart("metrics", ours[place], others[place]):
             yield different._replace(name=f"{different.name} at step {place[0]} ({place[1]})")
             return
-    common = {(line["step"], line["stage"]) for line in first.lines} & others.keys()
-    if len(common) < max(len(first.lines), len(others)):
+    if ours.keys() != others.keys():
         ends = (
             f"{run.lines[-1]['step'] if run.lines else 0:,} steps, {len(run.lines):,} lines" for run in (first, second)
         )
         yield Different("metrics", "length of the log", *ends)
+
+
+def _by_place(run: RunFiles) -> dict[tuple[int, str], dict[str, Any]]:
+    """The metrics of each step and stage; hooks may have logged some on a line of their own."""
+    places: dict[tuple[int, str], dict[str, Any]] = {}
+    for line in run.lines:
+        places.setdefault((line["step"], line["stage"]), {}).update(line["metrics"])
+    return places
 
 
 def _checkpoints(first: RunFiles, second: RunFiles) -> Iterator[Different]:

@@ -136,6 +136,7 @@ def _evaluate_source(run: Run, source: Source, stage: str, most: int | None) -> 
     metrics = new_metrics(run)
     rows = Rows(run) if overrides(module, "compute_metrics") else None
     watch: CrossEntropies | None = CrossEntropies()
+    by_labels, other_sizes = True, {tensor.numel() for tensor in (*module.parameters(), *module.buffers())}
     for item, batch in _batches(run, source, most):
         restore = _before_stand_in(module) if item.rows == 0 else None
         with watch or contextlib.nullcontext():
@@ -151,10 +152,10 @@ def _evaluate_source(run: Run, source: Source, stage: str, most: int | None) -> 
         elif watch is not None:
             came = visible_rows(item.batch) if item.rows is None else rows_that_came(item.batch, item.rows)
             _note_sums(run, stage, watch.summed(module._logged, came))
-            weight = watch.weigh(module._logged, came)
+            weight = watch.weigh(module._logged, came) if by_labels else None
             if weight is None:
-                _note_rows(run, stage, item.batch, watch.of_other_than_rows(module._logged, came, source.num_samples))
-                watch = None
+                computed = watch.of_other_than_rows(module._logged, came, source.num_samples, other_sizes)
+                by_labels, watch = False, None if _note_rows(run, stage, item.batch, computed) else watch.another_look()
         metrics.take(module._logged, _rows_in(item) if weight is None else weight)
     check_first(run, source)
     share_objects(run, metrics)
@@ -190,7 +191,13 @@ def _of_whole_set(run: Run, rows: Rows) -> dict[str, float]:
         where = f"{type(run.module).__name__}.compute_metrics"
         reason = "compute_metrics runs on rank 0 only; return the metric from it"
         with refusing_logs(run.module, reason), looking_alone():
-            returned = run.module.compute_metrics(outputs)
+            try:
+                returned = run.module.compute_metrics(outputs)
+            except Exception as exc:
+                exc.add_note(
+                    f"in {where}(outputs): a list with one item per row, of what the step returned under 'outputs'"
+                )
+                raise
         if not isinstance(returned, Mapping):
             raise ConfigurationError(f"{where} returned {type(returned).__name__}; return a mapping of metrics")
         for name, value in returned.items():
@@ -271,9 +278,9 @@ def _log_output(module: TrainModule, output: Any, stage: str, prefix: str) -> An
     return None if weight is None else one_weight(weight)
 
 
-def _note_rows(run: Run, stage: str, batch: Any, computed: str) -> None:
-    """Note metrics that are weighted by rows but are probably means over something else. `computed`: the operation from which the step
-    seems to get them."""
+def _note_rows(run: Run, stage: str, batch: Any, computed: str) -> bool:
+    """Note metrics that are weighted by rows but are probably means over something else; returns whether they are. `computed`: the
+    operation from which the step seems to get them."""
     shape = several_labels(batch)
     why = f"a batch holds whole numbers of the shape {shape}, several per row," if shape is not None else ""
     if computed:
@@ -285,6 +292,7 @@ def _note_rows(run: Run, stage: str, batch: Any, computed: str) -> None:
             f"{why} and {STEPS[stage]} does not return a plain cross-entropy, so its metrics are weighted by rows. Where rows have "
             "unequal numbers of labels, return a weight too: {..., 'weight': what the means were taken over}"
         )
+    return bool(why)
 
 
 def _note_sums(run: Run, stage: str, names: list[str]) -> None:
