@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -47,8 +48,17 @@ _NON_LINEAR = frozenset(
 )
 _CROSS_ENTROPIES = ("NllLossBackward0", "NllLoss2DBackward0")
 _SELECTIONS = ("IndexBackward0", "IndexSelectBackward0", "GatherBackward0")
-_SUMS = (torch.sum, torch.Tensor.sum, torch.count_nonzero, torch.Tensor.count_nonzero)
+_SUMS = (
+    *(torch.sum, torch.Tensor.sum, torch.count_nonzero, torch.Tensor.count_nonzero, torch.dot, torch.Tensor.dot),
+    *(torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.inner, torch.vdot),
+)
 _DIVISIONS = (torch.div, torch.true_divide, torch.Tensor.div, torch.Tensor.true_divide, torch.Tensor.__truediv__)
+_SCALING = (
+    *_DIVISIONS,
+    *(torch.add, torch.sub, torch.mul, torch.neg, torch.rsub, torch.Tensor.add, torch.Tensor.sub, torch.Tensor.mul),
+    *(torch.Tensor.__add__, torch.Tensor.__radd__, torch.Tensor.__sub__, torch.Tensor.__rsub__, torch.Tensor.__mul__),
+    *(torch.Tensor.__rmul__, torch.Tensor.__neg__, torch.Tensor.neg),
+)
 _MOST_LOOKS = 3
 _NEAR = 30
 """The number of operations before a mean that are searched for a mask."""
@@ -350,19 +360,34 @@ class _Remembered(NamedTuple):
         return value.data_ptr() == self.result.data_ptr() and _version(self.result) == self.version
 
 
-class _Result(NamedTuple):
-    """A number that was computed, as a 0-dim tensor."""
+class _Reduced(NamedTuple):
+    """A sum or a mean over the elements of a tensor, as a 0-dim tensor."""
 
-    tensor: torch.Tensor
+    result: torch.Tensor
     version: int | None
+    divisor: torch.Tensor | float | None
+    """What the sum was divided by; None for a sum."""
+    sizes: tuple[int, ...]
+    """The sizes of the tensor; for a mean the number of its elements."""
+    is_mean: bool = False
+    """Whether it is the result of `mean`, and not a function of it."""
 
     def is_in(self, value: Any) -> bool:
         """Whether `value` is this tensor, which was not changed in place, or its number, if it is on the host."""
-        if _version(self.tensor) != self.version:
+        if _version(self.result) != self.version:
             return False
         if isinstance(value, torch.Tensor):
-            return value.data_ptr() == self.tensor.data_ptr()
-        return type(value) in (int, float) and not on_device(self.tensor) and repr(value) == repr(self.tensor.item())
+            return value.data_ptr() == self.result.data_ptr()
+        return type(value) in (int, float) and not on_device(self.result) and repr(value) == repr(self.result.item())
+
+    def other_than(self, rows: int, others: Collection[int]) -> str:
+        """A description if this is a mean over something other than `rows` rows, or as many values of each; else "". Waits for the
+        device."""
+        if self.divisor is None or _counts(divisor := float(self.divisor), rows, self.sizes):
+            return ""
+        if self.sizes != (divisor,):
+            return f"a sum divided by {divisor:g} for {rows} rows"
+        return "" if divisor in others else f"a mean over {divisor:g} values for {rows} rows"
 
 
 class CrossEntropies(TorchFunctionMode):
@@ -374,18 +399,17 @@ class CrossEntropies(TorchFunctionMode):
         super().__init__()
         self._looks = looks
         self._found: list[_Remembered] = []
-        self._means: list[tuple[_Result, int]] = []
-        """The results of `mean`, and the numbers of elements that they were taken over."""
-        self._losses: list[tuple[_Result, int | torch.Tensor]] = []
-        """The same of torch's other mean losses, and of `nanmean`."""
-        self._sums: list[tuple[_Result, tuple[int, ...]]] = []
-        """The results of sums over all elements, and the sizes of the tensors that they were taken over."""
-        self._quotients: list[tuple[_Result, torch.Tensor | float, tuple[int, ...]]] = []
-        """The results of dividing such a sum by a number, the divisors, and those sizes."""
+        self._reduced: list[_Reduced] = []
+        """Sums, means, and means to which numbers or other means were added, or which were multiplied by numbers."""
         self._weighed: set[str] = set()
         """The names of the metrics that were cross-entropies."""
         self._decided = False
         """Whether a batch was weighed before."""
+
+    def __enter__(self) -> CrossEntropies:
+        self._found, self._reduced = [], []
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
 
     def __torch_function__(
         self,
@@ -398,26 +422,27 @@ class CrossEntropies(TorchFunctionMode):
         result = func(*args, **kwargs)
         if func in (torch.nn.functional.cross_entropy, torch.nn.functional.nll_loss):
             self._remember(result, *args, **kwargs)
-        elif args and isinstance(result, torch.Tensor) and not result.ndim:
-            self._note_number(func, result, args, kwargs.get("reduction"))
+            args = args[1:]  # a sum is one over labels
+        if args and isinstance(result, torch.Tensor) and not result.ndim:
+            new = partial(_Reduced, result, _version(result))
+            self._reduced += _reduction(new, func, args[0], kwargs.get("reduction"))
+            if func in _SCALING:
+                self._reduced += list(self._scaled(new, func, args))
         return result
 
-    def _note_number(
-        self, func: Callable[..., Any], result: torch.Tensor, args: tuple[Any, ...], reduction: str | None
-    ) -> None:
-        number = _Result(result, _version(result))
-        if func in (torch.mean, torch.Tensor.mean):
-            self._means.append((number, args[0].numel()))
-        elif func in (torch.nanmean, torch.Tensor.nanmean):
-            self._losses.append((number, (~args[0].isnan()).sum()))
-        elif func in _SUMS or reduction == "sum":
-            self._sums.append((number, tuple(args[0].shape)))
-        elif reduction == "mean":
-            self._losses.append((number, args[0].numel()))
-        elif func in _DIVISIONS:
-            sizes = next((sizes for each, sizes in self._sums if each.tensor is args[0]), None)
-            if sizes is not None:
-                self._quotients.append((number, args[1], sizes))
+    def _scaled(
+        self, new: Callable[..., _Reduced], func: Callable[..., Any], args: tuple[Any, ...]
+    ) -> Iterator[_Reduced]:
+        """What the sum, difference, product or quotient of `args` is, if one of them is a sum or a mean."""
+        for each in [each for each in self._reduced if any(each.result is arg for arg in args[:2])]:
+            if func not in _DIVISIONS:
+                if each.divisor is not None:
+                    yield new(each.divisor, each.sizes)
+            elif each.result is args[0]:
+                # A mean that is divided by a mean of its weights; a number only scales it.
+                weights = isinstance(args[1], torch.Tensor)
+                of_a_mean = math.prod(each.sizes) * args[1] if weights else each.divisor
+                yield new(args[1] if each.divisor is None else of_a_mean, each.sizes)
 
     def _remember(
         self,
@@ -458,8 +483,23 @@ class CrossEntropies(TorchFunctionMode):
             for place, (name, value, weight, reduce) in enumerate(logged):
                 if weight is None and self._is_over_rows(value, rows):
                     logged[place] = (name, value, rows, reduce)
-            self._found, self._means = [], []
         return labels
+
+    def beside(self, logged: list[Any], rows: int | None, others: Collection[int] = ()) -> str:
+        """After `weigh` found a cross-entropy: a description of an entry of `logged` that is weighted by its labels, but is no mean over
+        them or over `rows` rows; "" if there is none, or if enough batches were inspected. `others`: as in `of_other_than_rows`. Waits for
+        the device."""
+        self._looks -= 1
+        if self._looks < 0 or not rows:
+            return ""
+        counts = {int(each.over.labels) for each in self._found}
+        for name, value, weight, reduce in logged:
+            if weight is None and reduce == "mean":
+                if text := self._over_other_than_rows(name, value, rows, None, {*others, *counts}):
+                    return text
+                if len(counts) > 1 and name.endswith("loss"):
+                    return f"{name!r} beside cross-entropies of {' and '.join(map(str, sorted(counts)))} labels"
+        return ""
 
     def another_look(self) -> CrossEntropies | None:
         """A context for the next batch of an evaluation whose metrics are weighted by rows; None if enough batches were inspected."""
@@ -467,13 +507,13 @@ class CrossEntropies(TorchFunctionMode):
 
     def _is_over_rows(self, value: Any, rows: int | None) -> bool:
         """Whether a metric is a mean of one number per row."""
-        return any(elements == rows and mean.is_in(value) for mean, elements in self._means)
+        return any(each.is_mean and each.divisor == rows and each.is_in(value) for each in self._reduced)
 
     def summed(self, logged: list[Any], rows: int | None) -> list[str]:
         """The names of the entries of `logged` that are sums over the `rows` of the batch, but will be averaged."""
         if rows is None or rows < 2:
             return []
-        sums = [each for each, sizes in self._sums if sizes[:1] == (rows,)]
+        sums = [each for each in self._reduced if each.divisor is None and each.sizes[:1] == (rows,)]
         averaged = [(name, value) for name, value, weight, reduce in logged if weight is None and reduce == "mean"]
         usual = (0, 1, rows)  # numbers that may be equal by chance
         return [
@@ -520,19 +560,28 @@ class CrossEntropies(TorchFunctionMode):
         self, name: str, value: Any, rows: int, whole: int | None, others: Collection[int]
     ) -> str:
         """A description of the metric `value` if it is a mean over other values than `rows` rows; else ""."""
-        for mean, elements in [*self._losses, *self._means]:
-            if mean.is_in(value) and (over := int(elements)) % rows and over not in others:
-                return f"{name!r} as a mean over {over} values for {rows} rows"
-        for quotient, divisor, sizes in self._quotients:
-            if quotient.is_in(value) and not _counts(float(divisor), rows, sizes):
-                return f"{name!r} as a sum divided by {float(divisor):g} for {rows} rows"
-        if type(value) is float and whole:  # computed from the number of a sum
-            for each, sizes in self._sums:
-                if value and each.is_in(number := each.tensor.item()) and math.isclose(value * whole, number):
-                    return (
-                        "" if _counts(whole, rows, sizes) else f"{name!r} as a sum divided by {whole} for {rows} rows"
-                    )
+        computed = (each.other_than(rows, others) for each in self._reduced if each.is_in(value))
+        if text := next(filter(None, computed), ""):
+            return f"{name!r} as {text}"
+        sums = [each for each in self._reduced if each.divisor is None] if type(value) is float and value else []
+        numbers = {each.result.item(): each.sizes for each in sums}  # the step may have divided the numbers of sums
+        for number, sizes in numbers.items():
+            for divisor in (*numbers, whole):
+                if divisor and math.isclose(value * divisor, number) and not _counts(divisor, rows, sizes):
+                    return f"{name!r} as a sum divided by {divisor:g} for {rows} rows"
         return ""
+
+
+def _reduction(
+    new: Callable[..., _Reduced], func: Callable[..., Any], values: torch.Tensor, reduction: str | None
+) -> Iterator[_Reduced]:
+    """What the 0-dim result of `func` is, if it is a sum or a mean over `values`."""
+    if func in (torch.mean, torch.Tensor.mean) or reduction == "mean":
+        yield new(values.numel(), (values.numel(),), reduction is None)
+    elif func in (torch.nanmean, torch.Tensor.nanmean):
+        yield new((~values.isnan()).sum(), tuple(values.shape))
+    elif func in _SUMS or reduction == "sum":
+        yield new(None, tuple(values.shape))
 
 
 def _version(tensor: torch.Tensor) -> int | None:

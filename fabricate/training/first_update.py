@@ -91,6 +91,8 @@ class FirstUpdate:
         """Those of which no step in other code has been reported."""
         self._began_at = run.progress.step
         self._trains = run.module.training
+        self._training = {name: part for name, part in run.module.named_modules() if name and part.training}
+        """The parts that were in training mode when the fit began, until one is reported that is not any more."""
         self._without_gradient: dict[str, torch.nn.Parameter] = {}
         """Trainable parameters that received no gradient in any update so far, until that is reported."""
 
@@ -171,6 +173,8 @@ class FirstUpdate:
                 "learning rate changes faster than its schedule says. Remove that call, or do not return the scheduler from "
                 "configure_optimizers, and save its state in on_save"
             )
+        if self._trains:
+            self._report_eval_mode()
         if self._without_gradient and (last or self._run.progress.step - self._began_at >= _SEVERAL):
             self._run.journal.note(
                 f"no gradient reached {few(list(self._without_gradient))} in the updates up to step {self._run.progress.step}: they do "
@@ -178,6 +182,21 @@ class FirstUpdate:
                 "requires_grad_(False)"
             )
             self._without_gradient = {}
+
+    def _report_eval_mode(self) -> None:
+        """Report parts that were put into eval mode, unless they are frozen: an evaluation by hand may have left them there."""
+        stopped = [
+            name
+            for name, part in self._training.items()
+            if not part.training and any(p.requires_grad for p in part.parameters())
+        ]
+        if stopped:
+            self._training = {}
+            self._run.journal.note(
+                f"{few(stopped)} went into eval mode up to step {self._run.progress.step}, because a hook or a step called eval() and not "
+                "train() afterwards. Dropout and batch normalisation work there as in an evaluation; call train() after it, or keep it if "
+                "that is meant"
+            )
 
     def _observe(self, layers: dict[str, list[str]], whole: bool, losses: WindowLosses) -> None:
         run = self._run

@@ -53,7 +53,7 @@ from fabricate.training.saves.saved_state import leave_out_frozen_weights, versi
 from fabricate.training.saves.unsaved import remember, unsaved_notes
 from fabricate.training.state.run_state import Run
 from fabricate.training.updates.optimizer_modes import train_mode
-from fabricate.training.updates.step_output import notes_of_clipping
+from fabricate.training.updates.step_output import check_scaling, notes_of_clipping
 from fabricate.training.updates.stepping import prepare_updates
 from fabricate.training.written import refuse_max_norm
 from fabricate.values import Every
@@ -174,6 +174,7 @@ def _configure_optimizers(run: Run) -> None:
     run.notes.extend(leave_out_frozen(optim.optimizers))
     run.notes.extend(notes_of_untrained(module, optim.optimizers))
     if run.calls.train_step is None:  # a plugin that takes the place of training_step may run backward in it
+        check_scaling(module)
         run.notes.extend(notes_of_clipping(module))
     optim.frozen = {name: p for name, p in module.named_parameters() if not p.requires_grad}
     optim.trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
@@ -243,21 +244,22 @@ def _plan(run: Run, resolved: Resolved, data: Data) -> Plan:
         check_room_for_copies(needed, engine)
     engine.prepare_optimizers(optim.optimizers)
     resolved = dataclasses.replace(resolved, seed=(run.source.seed, resolved.seed[1]))
-    run.notes.extend([*unsaved_notes(run), *_repeated_order(run)])
+    run.notes.extend([*unsaved_notes(run), *_repeated(run)])
     return make_plan(run.settings, resolved, module, data, optim.optimizers, optim.schedules, run.notes, needed)
 
 
-def _repeated_order(run: Run) -> Iterator[str]:
-    """A note if the module is fitted for the third time on rows in the same order, as in a loop over `fit`."""
+def _repeated(run: Run) -> Iterator[str]:
+    """A note if the module is fitted for the third time on data of one length, as in a loop over `fit`."""
     assert run.source is not None
-    if run.run_dir is None and run.source.shuffle:
-        order = run.source.seed, run.source.num_units
-        earlier = vars(run.module).setdefault("_orders", [])
-        earlier.append(order)
-        if earlier.count(order) == 3:
+    if run.run_dir is None:
+        length = run.source.num_units
+        earlier = vars(run.module).setdefault("_lengths", [])
+        earlier.append(length)
+        if earlier.count(length) == 3:
+            same = ", and with rows in the same order" if run.source.shuffle else ""
             yield (
-                "this module is fitted for the third time on rows in the same order: each fit begins with epoch 0 of the same seed. "
-                "Train in one fit with more epochs, or give each Trainer another seed"
+                "this module is fitted for the third time on data of this length. Each fit begins with new optimizers and schedules"
+                f"{same}: to train for several epochs, call fit once with max_epochs"
             )
 
 

@@ -120,6 +120,47 @@ def test_a_metric_that_is_no_mean_over_the_rows_gets_a_note(gives: str, capsys: 
     assert capsys.readouterr().err.count("so its metrics are weighted by rows") == (gives in PARTS)
 
 
+BESIDE: dict[str, Any] = {
+    "masked mean": lambda ce, error: {"ce": ce, "mae": error.expand(-1, 3).flatten()[1:].abs().mean()},
+    "loss over nodes": lambda ce, error: {
+        "ce": ce,
+        "mse": torch.nn.functional.mse_loss(torch.zeros(5), torch.zeros(5)),
+    },
+    "sum of two": lambda ce, error: {
+        "ce": ce,
+        "loss": ce + torch.nn.functional.cross_entropy(error[:1].expand(-1, 3), torch.zeros(1).long()),
+    },
+}
+"""What a validation step may return beside a cross-entropy over two rows that does not have its weight."""
+NOT_BESIDE: dict[str, Any] = {
+    "mean over rows": lambda ce, error: {
+        "ce": ce,
+        "mae": error.abs().mean(),
+        "loss": ce * 2,
+        "accuracy": (error > 0).float().mean(),
+    },
+    "penalty": lambda ce, error: {"ce": ce, "loss": ce + 0.1 * error.square().mean()},
+    "own weight": lambda ce, error: {"ce": ce, "weight": 2, "mae": error.expand(-1, 3).flatten()[1:].abs().mean()},
+}
+
+
+@pytest.mark.parametrize("gives", [*BESIDE, *NOT_BESIDE])
+def test_a_metric_with_the_weight_of_a_cross_entropy_that_is_not_its_own_gets_a_note(
+    gives: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Both(Regression):
+        def validation_step(self, batch: Any) -> Any:
+            error = self.layers(batch[0]) - batch[1]
+            labels = torch.zeros(len(error), dtype=torch.long)
+            return (BESIDE | NOT_BESIDE)[gives](torch.nn.functional.cross_entropy(error.expand(-1, 3), labels), error)
+
+    fit(Both(), val=ROWS, validate_every=1)
+    noted = capsys.readouterr().err.count(
+        "its weight in the mean over the data set is that of the cross-entropy in the same step"
+    )
+    assert noted == (gives in BESIDE)
+
+
 @pytest.mark.parametrize(("number", "notes"), [(0, 1), (2, 1), (3, 0)])
 def test_the_first_batches_of_an_evaluation_are_inspected(
     number: int, notes: int, capsys: pytest.CaptureFixture[str]

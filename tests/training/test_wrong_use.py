@@ -666,13 +666,59 @@ def test_a_layer_that_is_wrapped_for_several_devices_gets_a_note(capsys: pytest.
         assert (note in capsys.readouterr().out) is (wrapped is not layer)
 
 
-def test_a_loop_over_fit_is_told_that_the_order_of_rows_repeats(capsys: pytest.CaptureFixture[str]) -> None:
-    def notes(seeds: list[int], **options: Any) -> list[int]:
-        module, counts = Regression(), []
-        for seed in seeds:
-            Trainer(max_epochs=1, seed=seed, progress=False).fit(module, ROWS, batch_size=2, **options)
-            counts.append(capsys.readouterr().out.count("for the third time on rows in the same order"))
-        return counts
+def test_a_loop_over_fit_is_told_that_each_fit_begins_anew(capsys: pytest.CaptureFixture[str]) -> None:
+    def notes(lengths: list[int], **options: Any) -> list[str]:
+        module, lines = Regression(), []
+        for length in lengths:
+            Trainer(max_epochs=1, progress=False).fit(module, ROWS[:length], batch_size=2, **options)
+            lines += [line for line in capsys.readouterr().out.splitlines() if "is fitted for the third time" in line]
+        return lines
 
-    assert notes([1, 1, 1, 1]) == [0, 0, 1, 0]
-    assert notes([1, 2, 3]) == notes([1, 1, 1], shuffle=False) == [0, 0, 0]
+    (note,) = notes([4, 4, 4, 4])
+    assert "Each fit begins with new optimizers and schedules, and with rows in the same order: to train" in note
+    (note,) = notes([4, 4, 4], shuffle=False)
+    assert "Each fit begins with new optimizers and schedules: to train for several epochs, call fit once" in note
+    assert notes([4, 4, 6, 6]) == []
+
+
+ACC = 2
+
+
+def test_a_loss_that_is_divided_by_a_constant_acc_gets_a_note(capsys: pytest.CaptureFixture[str]) -> None:
+    class Divides(Regression):
+        def training_step(self, batch: Any) -> Any:
+            return super().training_step(batch) / ACC
+
+    Trainer(max_steps=1, progress=False, gradient_accumulation_steps=ACC).fit(Divides(), ROWS, batch_size=2)
+    assert "note: Divides.training_step divides its loss by 2 (ACC)" in capsys.readouterr().err
+
+
+def test_a_loss_that_is_scaled_by_a_grad_scaler_is_refused() -> None:
+    class Scales(Regression):
+        def __init__(self, enabled: bool) -> None:
+            super().__init__()
+            self.scaler = torch.amp.GradScaler("cpu", enabled=enabled)
+
+        def training_step(self, batch: Any) -> Any:
+            return self.scaler.scale(super().training_step(batch))
+
+    refused(
+        "training_step calls scale of the GradScaler scaler, but nothing divides the gradients", module=Scales(True)
+    )
+    Trainer(max_steps=1, progress=False).fit(Scales(False), ROWS, batch_size=2)
+
+
+@pytest.mark.parametrize(("frozen", "notes"), [(False, 1), (True, 0)])
+def test_a_part_that_an_evaluation_by_hand_leaves_in_eval_mode_gets_a_note(
+    frozen: bool, notes: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Evaluates(Regression):
+        def on_epoch_end(self) -> None:
+            self.part.eval()
+
+    module = Evaluates()
+    module.part = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Dropout())
+    module.part.requires_grad_(not frozen)
+    Trainer(max_epochs=3, progress=False).fit(module, ROWS, batch_size=2)
+    text = "note: part, part.0 went into eval mode up to step"
+    assert capsys.readouterr().err.count(text) == notes

@@ -156,6 +156,8 @@ def _evaluate_source(run: Run, source: Source, stage: str, most: int | None) -> 
             if weight is None:
                 computed = watch.of_other_than_rows(module._logged, came, source.num_samples, other_sizes)
                 by_labels, watch = False, None if _note_rows(run, stage, item.batch, computed) else watch.another_look()
+            elif text := watch.beside(module._logged, came, other_sizes):
+                _note_beside(run, stage, text)
         metrics.take(module._logged, _rows_in(item) if weight is None else weight)
     check_first(run, source)
     share_objects(run, metrics)
@@ -293,6 +295,14 @@ def _note_rows(run: Run, stage: str, batch: Any, computed: str) -> bool:
             "unequal numbers of labels, return a weight too: {..., 'weight': what the means were taken over}"
         )
     return bool(why)
+
+
+def _note_beside(run: Run, stage: str, metric: str) -> None:
+    """Note a `metric` that has the weight of a cross-entropy in the same step."""
+    run.journal.note(
+        f"{STEPS[stage]} gives {metric}, but its weight in the mean over the data set is that of the cross-entropy in the same step, the "
+        "number of its labels. Give it a weight of its own: self.log(name, value, weight=what its mean was taken over)"
+    )
 
 
 def _note_sums(run: Run, stage: str, names: list[str]) -> None:

@@ -30,7 +30,7 @@ OURS = frozenset(
         "_logged",
         "_no_log",
         "_turn",
-        "_orders",
+        "_lengths",
         "_uses_trainer",
         "_arguments",
         "_built",

@@ -230,8 +230,8 @@ def _note_rows(run: Run, made: Made) -> None:
     )
 
 
-_ACCUMULATION = re.compile("accum.*(step|grad|batch|iter)|grad.*accum")
-"""Finds names such as accumulation_steps, accumulate_grad_batches, accum_iter and grad_accum."""
+_ACCUMULATION = re.compile("(?i:accum.*(step|grad|batch|iter)|grad.*accum|acc_?steps)|^ACC(UM)?$")
+"""Finds names such as accumulation_steps, accumulate_grad_batches, accum_iter, grad_accum, acc_steps and the constant ACC."""
 
 
 def note_accumulation(run: Run, divisors: list[float], micro_batches: int) -> None:
@@ -239,7 +239,7 @@ def note_accumulation(run: Run, divisors: list[float], micro_batches: int) -> No
     may be divided by 2 or 4 too."""
     if micro_batches == 1 or not any(math.isclose(divisor, micro_batches) for divisor in divisors):
         return
-    if name := next((each for each in sorted(names_in_step(run.module)) if _ACCUMULATION.search(each.lower())), ""):
+    if name := next((each for each in sorted(names_in_step(run.module)) if _ACCUMULATION.search(each)), ""):
         run.journal.note(
             f"{type(run.module).__name__}.training_step divides its loss by {micro_batches} ({name}), and the loop takes the mean over the "
             f"{micro_batches} micro-batches of an update: gradients are {micro_batches} times too small. Return the loss undivided"
@@ -283,6 +283,18 @@ def notes_of_clipping(module: TrainModule) -> list[str]:
         for name, argument in _CLIPPING.items()
         if name in names
     ]
+
+
+def check_scaling(module: TrainModule) -> None:
+    """Raise `ConfigurationError` if `training_step` scales its loss by a GradScaler, left over from a loop by hand."""
+    names = names_in_step(module)
+    known = vars(module) | getattr(inspect.unwrap(type(module).training_step), "__globals__", {})
+    scalers = [name for name in sorted(names) if isinstance(known.get(name), torch.amp.GradScaler)]
+    if "scale" in names and scalers and known[scalers[0]].is_enabled():
+        raise ConfigurationError(
+            f"{type(module).__name__}.training_step calls scale of the GradScaler {scalers[0]}, but nothing divides the gradients by the "
+            "scale again. Return the loss itself, and use Trainer(precision='fp16'), which scales it"
+        )
 
 
 def names_in_step(module: TrainModule) -> set[str]:
