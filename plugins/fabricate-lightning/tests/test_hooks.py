@@ -16,7 +16,21 @@ import fabricate
 from fabricate import ConfigurationError
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-CALLS: list[tuple[Any, ...]] = []
+
+
+class Calls:
+    """A list that the check of validation before training does not put back, as it does lists in global variables."""
+
+    __slots__ = ("made",)
+
+    def __init__(self) -> None:
+        self.made: list[tuple[Any, ...]] = []
+
+    def append(self, call: tuple[Any, ...]) -> None:
+        self.made.append(call)
+
+
+CALLS = Calls()
 
 
 def noting(kind: type, who: str, but: tuple[str, ...] = ()) -> dict[str, Any]:
@@ -78,14 +92,14 @@ Callback: Any = type("Callback", (lightning.Callback,), noting(lightning.Callbac
 
 
 def _run(trainer: Any) -> tuple[list[Any], Any]:
-    CALLS.clear()
+    CALLS.made.clear()
     torch.manual_seed(0)
     module = Noting()
     trainer.fit(module, loader(), [loader(number=20), loader(number=12)])
     trainer.validate(module, loader(number=20), verbose=False)
     trainer.test(module, loader(number=20), verbose=False)
     predicted = trainer.predict(module, loader(number=20))
-    return list(CALLS), predicted
+    return list(CALLS.made), predicted
 
 
 def test_hooks_are_called_in_the_order_of_lightning() -> None:
