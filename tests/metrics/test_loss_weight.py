@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch.nn.functional import cross_entropy, mse_loss, nll_loss
+from torch.nn.functional import cross_entropy, mse_loss
 
 from fabricate import ConfigurationError, Trainer, TrainModule
 from fabricate.metrics.loss_weight import (
-    CrossEntropies,
     counted,
     function_of_a_mean,
     is_over_a_part,
@@ -138,14 +137,6 @@ def test_a_mean_over_values_times_a_normalised_mask_is_over_a_part() -> None:
     assert not is_over_a_part(_masked(torch.ones_like(some)))
     assert not is_over_a_part((LOGITS.square() * some.float()).mean())  # the zeros count
     assert not is_over_a_part((LOGITS.square() * (torch.arange(5.0) / 2)).mean())  # not one weight per value
-
-
-def test_a_mean_over_a_tensor_without_rows_is_not_named() -> None:
-    watch = CrossEntropies()
-    with torch.no_grad(), watch:
-        logged: list[Any] = [("usage", torch.ones(7).mean(), None, "mean")]
-    assert watch.of_other_than_rows(logged, rows=2, others={7}) == ""
-    assert watch.of_other_than_rows(logged, rows=2) == "'usage' as a mean over 7 values for 2 rows"
 
 
 EACH, WEIGHTS = LOGITS.square().mean(1), torch.linspace(0.1, 3.0, 6)
@@ -354,110 +345,6 @@ def test_a_term_that_is_a_mean_over_something_else_than_rows_is_seen(
 ) -> None:
     text = Made.by(loss(), 6).part()
     assert part in text if part else not text
-
-
-@pytest.mark.parametrize("classes", [None, CLASSES])
-def test_watching_finds_the_cross_entropy_among_what_was_logged(classes: torch.Tensor | None) -> None:
-    watch = CrossEntropies()
-    with torch.no_grad(), watch:
-        cross_entropy(LOGITS[:2], TARGET[:2])
-        loss = torch.nn.CrossEntropyLoss(weight=classes)(LOGITS, TARGET)
-        accuracy = (LOGITS.argmax(1) == TARGET).float().mean()
-    logged: list[Any] = [("accuracy", accuracy, None, "mean"), ("loss", loss.detach(), None, "mean")]
-    labels = watch.weigh(logged)
-    assert labels is not None
-    assert float(labels) == 4
-    assert logged[0][2] is None
-    assert float(logged[1][2]) == (4 if classes is None else 25)
-
-
-def test_each_cross_entropy_of_an_evaluation_weighs_its_own_labels() -> None:
-    watch = CrossEntropies()
-    with torch.no_grad(), watch:
-        few, all_of_them = cross_entropy(LOGITS, TARGET), cross_entropy(LOGITS, TARGET.clamp(min=0))
-    logged: list[Any] = [("a", all_of_them, None, "mean"), ("b", few, None, "mean"), ("c", 1.0, None, "mean")]
-    labels = watch.weigh(logged)
-    assert [float(logged[0][2]), float(logged[1][2]), logged[2][2]] == [6, 4, None]
-    assert labels is not None
-    assert float(labels) == 6
-
-
-def test_a_mean_of_one_number_per_row_weighs_rows_beside_a_cross_entropy_of_more_labels() -> None:
-    watch = CrossEntropies()
-    with torch.no_grad(), watch:
-        loss = cross_entropy(LOGITS, TARGET)  # 4 labels of 6, 3 for a row
-        right = LOGITS.argmax(1) == TARGET
-        exact, tokens, scaled = (
-            right.view(2, 3).all(1).float().mean(),
-            right[LABELLED].float().mean(),
-            right[:2].float().mean(),
-        )
-        number = torch.mean(torch.tensor([0.25, 0.5])).item()
-    logged: list[Any] = [
-        ("loss", loss, None, "mean"),
-        ("exact", exact, None, "mean"),
-        ("tokens", tokens, None, "mean"),
-        ("scaled", 1 - scaled, None, "mean"),
-        ("given", exact, 5, "mean"),
-        ("number", number, None, "mean"),
-    ]
-    assert float(watch.weigh(logged, rows=2)) == 4  # of the others
-    assert [weight if weight is None else float(weight) for _, _, weight, _ in logged] == [4, 2, None, None, 5, 2]
-
-
-def test_watching_finds_nothing_where_there_is_no_mean_cross_entropy() -> None:
-    watch = CrossEntropies()
-    with torch.no_grad(), watch:
-        logged = [
-            ("sum", cross_entropy(LOGITS, TARGET, reduction="sum"), None, "mean"),
-            ("soft", cross_entropy(LOGITS, LOGITS.softmax(1)), None, "mean"),
-            ("number", 1.0, None, "mean"),
-        ]
-    assert watch.weigh(list(logged)) is None
-
-
-def test_a_mean_of_cross_entropies_is_none_even_if_all_are_nan() -> None:
-    for target in (torch.full((2,), -100), torch.tensor([0, 1])):
-        watch = CrossEntropies()
-        with torch.no_grad(), watch:
-            start, end = (cross_entropy(torch.zeros(2, 3), target) for _ in range(2))
-            logged: list[Any] = [("loss", (start + end) / 2 + 0.5, None, "mean")]
-        assert watch.weigh(logged) is None
-
-
-def test_watching_finds_a_result_of_nll_loss_and_one_that_is_a_number_by_now() -> None:
-    watch = CrossEntropies()
-    with torch.no_grad(), watch:
-        nll = nll_loss(LOGITS.log_softmax(1), TARGET.clamp(min=0), weight=CLASSES)
-        number = cross_entropy(LOGITS, TARGET).item()
-    logged: list[Any] = [
-        ("nll", nll * 1.0, None, "mean"),
-        ("number", number, None, "mean"),
-        ("zero", 0.0, None, "mean"),
-    ]
-    watch.weigh(logged)
-    counted_by_hand = float(CLASSES[TARGET.clamp(min=0)].sum())
-    assert [None if weight is None else float(weight) for _, _, weight, _ in logged] == [counted_by_hand, 4, None]
-
-
-def test_what_is_made_of_a_cross_entropy_in_its_place_is_another_metric_and_is_named() -> None:
-    watch = CrossEntropies()
-    with torch.no_grad(), watch:
-        loss = cross_entropy(LOGITS, TARGET)
-        loss += 1
-    assert watch.weigh([("loss", loss, None, "mean")]) is None
-    assert watch.of_other_than_rows([]) == "a cross-entropy that counts 4 of 6 labels"
-
-
-def test_watching_refuses_a_step_that_changes_its_mind() -> None:
-    watch = CrossEntropies()
-    with torch.no_grad(), watch:
-        loss = cross_entropy(LOGITS, TARGET)
-    assert watch.weigh([("loss", loss, None, "mean")]) is not None
-    with pytest.raises(
-        ConfigurationError, match="for earlier batches an evaluation step returned a plain cross-entropy, which is"
-    ):
-        watch.weigh([("loss", torch.tensor(1.0), None, "mean")])
 
 
 # ------------------------------------------------------------------------------------------------- in a fit

@@ -99,6 +99,7 @@ PARTS: dict[str, Any] = {
 }
 """What a validation step may return, given the errors of the rows: means over something other than these rows."""
 NO_PARTS: dict[str, Any] = {
+    "mask of one size": lambda error: {"mae": error.expand(-1, 3)[:, :2].abs().sum() / torch.tensor(2 * len(error))},
     "count of rows": lambda error: {"accuracy": (error.abs() < 9).sum() / torch.tensor(len(error))},
     "mean over the rows": lambda error: {"loss": error.square().mean(), "mae": error.abs().mean()},
     "sum divided by the rows": lambda error: {"mse": error.square().sum() / len(error)},
@@ -140,6 +141,7 @@ NOT_BESIDE: dict[str, Any] = {
         "accuracy": (error > 0).float().mean(),
     },
     "penalty": lambda ce, error: {"ce": ce, "loss": ce + 0.1 * error.square().mean()},
+    "share of the labels": lambda ce, error: {"ce": ce, "accuracy": (error > 0).sum() / torch.tensor(2)},
     "own weight": lambda ce, error: {"ce": ce, "weight": 2, "mae": error.expand(-1, 3).flatten()[1:].abs().mean()},
 }
 

@@ -20,8 +20,7 @@ from fabricate.checkpoint.format import directory as format
 from fabricate.checkpoint.format import files
 from fabricate.checkpoint.format.directory import ITEM_SIZES, FileRecord, Manifest
 from fabricate.checkpoint.format.files import LOCAL, StorageError
-from fabricate.checkpoint.state.contents import Content
-from fabricate.checkpoint.state.finite import not_finite, refusal
+from fabricate.checkpoint.state.contents import Content, not_finite, refusal
 from fabricate.checkpoint.state.staging import Staging
 from fabricate.errors import CheckpointError
 

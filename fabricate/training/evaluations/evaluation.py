@@ -20,8 +20,8 @@ from fabricate.data.flat_bytes import flat_bytes
 from fabricate.data.source import Source
 from fabricate.distributed.group import looking_alone
 from fabricate.errors import ConfigurationError, few
-from fabricate.metrics.loss_weight import CrossEntropies
 from fabricate.metrics.reduction import one_number
+from fabricate.metrics.step_watch import StepWatch
 from fabricate.metrics.torchmetrics_objects import set_apart, snapshot_torchmetrics
 from fabricate.module import STEPS, TrainModule, overrides, refusing_logs
 from fabricate.seeding import rng_state, set_rng_state
@@ -135,7 +135,7 @@ def _evaluate_source(run: Run, source: Source, stage: str, most: int | None) -> 
     module, prefix = run.module, prefix_of(stage)
     metrics = new_metrics(run)
     rows = Rows(run) if overrides(module, "compute_metrics") else None
-    watch: CrossEntropies | None = CrossEntropies()
+    watch: StepWatch | None = StepWatch()
     by_labels, other_sizes = True, {tensor.numel() for tensor in (*module.parameters(), *module.buffers())}
     for item, batch in _batches(run, source, most):
         restore = _before_stand_in(module) if item.rows == 0 else None
@@ -151,7 +151,7 @@ def _evaluate_source(run: Run, source: Source, stage: str, most: int | None) -> 
             watch = None
         elif watch is not None:
             came = visible_rows(item.batch) if item.rows is None else rows_that_came(item.batch, item.rows)
-            _note_sums(run, stage, watch.summed(module._logged, came))
+            _note_sums(run, stage, watch.summed(module._logged, came, other_sizes))
             weight = watch.weigh(module._logged, came) if by_labels else None
             if weight is None:
                 computed = watch.of_other_than_rows(module._logged, came, source.num_samples, other_sizes)

@@ -16,8 +16,7 @@ from fabricate.checkpoint.format import directory as format
 from fabricate.checkpoint.format.files import StorageError
 from fabricate.checkpoint.format.retention import among_best, best_checkpoints, kept
 from fabricate.checkpoint.state import commit as committing
-from fabricate.checkpoint.state.contents import Content
-from fabricate.checkpoint.state.finite import not_finite, refusal
+from fabricate.checkpoint.state.contents import Content, not_finite, refusal
 from fabricate.checkpoint.state.staging import read_ahead
 from fabricate.distributed.failures import is_echo
 from fabricate.errors import CheckpointError, PluginError

@@ -1,0 +1,292 @@
+"""What a step of an evaluation computes: its cross-entropies, sums and means, from which the weights of its metrics follow.
+
+There is no autograd graph in an evaluation, so calls of torch are recorded. Nothing waits for the device, except functions that say so.
+Must not know: modules, batches, the loop.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from fabricate.errors import ConfigurationError
+from fabricate.metrics.loss_weight import Counted, count_labels, is_a_count
+from fabricate.metrics.reading import on_device
+
+_SUMS = (
+    *(torch.sum, torch.Tensor.sum, torch.count_nonzero, torch.Tensor.count_nonzero, torch.dot, torch.Tensor.dot),
+    *(torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.inner, torch.vdot),
+)
+_DIVISIONS = (torch.div, torch.true_divide, torch.Tensor.div, torch.Tensor.true_divide, torch.Tensor.__truediv__)
+_SCALING = (
+    *_DIVISIONS,
+    *(torch.add, torch.sub, torch.mul, torch.neg, torch.rsub, torch.Tensor.add, torch.Tensor.sub, torch.Tensor.mul),
+    *(torch.Tensor.__add__, torch.Tensor.__radd__, torch.Tensor.__sub__, torch.Tensor.__rsub__, torch.Tensor.__mul__),
+    *(torch.Tensor.__rmul__, torch.Tensor.__neg__, torch.Tensor.neg),
+)
+_MOST_LOOKS = 3
+
+
+class _Remembered(NamedTuple):
+    """A mean cross-entropy that was computed."""
+
+    result: torch.Tensor
+    version: int | None
+    over: Counted
+    elements: int
+    """The number of labels, including those that did not count."""
+
+    def is_here(self, value: torch.Tensor) -> bool:
+        """Whether `value` is this result: it uses the same memory, which was not changed in place."""
+        return value.data_ptr() == self.result.data_ptr() and _version(self.result) == self.version
+
+
+class _Reduced(NamedTuple):
+    """A sum or a mean over the elements of a tensor, as a 0-dim tensor."""
+
+    result: torch.Tensor
+    version: int | None
+    divisor: torch.Tensor | float | None
+    """What the sum was divided by; None for a sum."""
+    sizes: tuple[int, ...]
+    """The sizes of the tensor; for a mean the number of its elements."""
+    is_mean: bool = False
+    """Whether it is the result of `mean`, and not a function of it."""
+
+    def is_in(self, value: Any) -> bool:
+        """Whether `value` is this tensor, which was not changed in place, or its number, if it is on the host."""
+        if _version(self.result) != self.version:
+            return False
+        if isinstance(value, torch.Tensor):
+            return value.data_ptr() == self.result.data_ptr()
+        return type(value) in (int, float) and not on_device(self.result) and repr(value) == repr(self.result.item())
+
+    def other_than(self, rows: int, others: Collection[int], counts: Collection[int] = ()) -> str:
+        """A description if this is a mean over something other than `rows` rows, or as many values of each; else "". `others`: the sizes
+        of tensors without rows. `counts`: numbers of labels. Waits for the device."""
+        if self.divisor is None or (divisor := float(self.divisor)) in counts:
+            return ""
+        counted = isinstance(self.divisor, torch.Tensor)
+        if divisor % rows == 0 if counted else is_a_count(divisor, rows, self.sizes):
+            return ""
+        if self.sizes != (divisor,):
+            return f"a sum divided by {divisor:g} for {rows} rows"
+        return "" if divisor in others else f"a mean over {divisor:g} values for {rows} rows"
+
+
+class StepWatch(TorchFunctionMode):
+    """A context that records every mean cross-entropy (or nll_loss), every other mean, and every sum that is computed inside it. Costs a
+    Python call per call of torch."""
+
+    def __init__(self, looks: int = _MOST_LOOKS) -> None:
+        """`looks`: the number of batches without a cross-entropy that are inspected."""
+        super().__init__()
+        self._looks = looks
+        self._found: list[_Remembered] = []
+        self._reduced: list[_Reduced] = []
+        """Sums, means, and means to which numbers or other means were added, or which were multiplied by numbers."""
+        self._weighed: set[str] = set()
+        """The names of the metrics that were cross-entropies."""
+        self._decided = False
+        """Whether a batch was weighed before."""
+
+    def __enter__(self) -> StepWatch:
+        self._found, self._reduced = [], []
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if func in (torch.nn.functional.cross_entropy, torch.nn.functional.nll_loss):
+            self._remember(result, *args, **kwargs)
+            args = args[1:]  # a sum is one over labels
+        if args and isinstance(result, torch.Tensor) and not result.ndim:
+            new = partial(_Reduced, result, _version(result))
+            self._reduced += _reduction(new, func, args[0], kwargs.get("reduction"))
+            if func in _SCALING:
+                self._reduced += list(self._scaled(new, func, args))
+        return result
+
+    def _scaled(
+        self, new: Callable[..., _Reduced], func: Callable[..., Any], args: tuple[Any, ...]
+    ) -> Iterator[_Reduced]:
+        """What the sum, difference, product or quotient of `args` is, if one of them is a sum or a mean."""
+        for each in [each for each in self._reduced if any(each.result is arg for arg in args[:2])]:
+            if func not in _DIVISIONS:
+                if each.divisor is not None:
+                    yield new(each.divisor, each.sizes)
+            elif each.result is args[0]:
+                # A mean that is divided by a mean of its weights; a number only scales it.
+                weights = isinstance(args[1], torch.Tensor)
+                of_a_mean = math.prod(each.sizes) * args[1] if weights else each.divisor
+                yield new(args[1] if each.divisor is None else of_a_mean, each.sizes)
+
+    def _remember(
+        self,
+        result: torch.Tensor,
+        input: torch.Tensor,
+        target: torch.Tensor,
+        weight: torch.Tensor | None = None,
+        size_average: object = None,
+        ignore_index: int = -100,
+        reduce: object = None,
+        reduction: str = "mean",
+        label_smoothing: float = 0.0,
+    ) -> None:
+        if reduction == "mean" and size_average is reduce is None and not target.is_floating_point():
+            count = count_labels(target, weight, ignore_index)
+            self._found.append(_Remembered(result, _version(result), count, target.numel()))
+
+    def weigh(self, logged: list[Any], rows: int | None = None) -> torch.Tensor | None:
+        """Add weights to the entries of `logged` (name, value, weight, reduce): to a recorded cross-entropy its own weight; then, to a mean
+        of one number per row, the `rows` of the batch. Returns the number of labels that the first cross-entropy counted, as weight for the
+        other entries; None if there is no cross-entropy. Raises `ConfigurationError` if a metric was a cross-entropy only in earlier
+        batches. May wait for the device."""
+        labels, weighed = None, set()
+        for place, (name, value, weight, reduce) in enumerate(logged):
+            if (count := self._count_of(name, value)) is not None:
+                logged[place] = (name, value, count.weight if weight is None else weight, reduce)
+                weighed.add(name)
+                labels = count.labels if labels is None else labels
+        missing = self._weighed - weighed
+        self._weighed |= weighed
+        self._decided = True
+        if missing & {name for name, *_ in logged} or (missing and not weighed):
+            raise ConfigurationError(
+                "for earlier batches an evaluation step returned a plain cross-entropy, which is weighted by its counted labels, "
+                "but not for this batch. All batches need a weight in the same unit: return 'weight' with the metrics every time"
+            )
+        if labels is not None:
+            for place, (name, value, weight, reduce) in enumerate(logged):
+                if weight is None and self._is_over_rows(value, rows):
+                    logged[place] = (name, value, rows, reduce)
+        return labels
+
+    def beside(self, logged: list[Any], rows: int | None, others: Collection[int] = ()) -> str:
+        """After `weigh` found a cross-entropy: a description of an entry of `logged` that is weighted by its labels, but is no mean over
+        them or over `rows` rows; "" if there is none, or if enough batches were inspected. `others`: as in `of_other_than_rows`. Waits for
+        the device."""
+        self._looks -= 1
+        if self._looks < 0 or not rows:
+            return ""
+        counts = {int(each.over.labels) for each in self._found}
+        for name, value, weight, reduce in logged:
+            if weight is None and reduce == "mean":
+                text = self._over_other_than_rows(name, value, rows, None, others, counts)
+                if not text and len(counts) > 1 and name.endswith("loss"):
+                    text = f"{name!r} beside cross-entropies of {' and '.join(map(str, sorted(counts)))} labels"
+                if text:
+                    self._looks = 0
+                    return text
+        return ""
+
+    def another_look(self) -> StepWatch | None:
+        """A context for the next batch of an evaluation whose metrics are weighted by rows; None if enough batches were inspected."""
+        return StepWatch(self._looks - 1) if self._looks > 1 else None
+
+    def _is_over_rows(self, value: Any, rows: int | None) -> bool:
+        """Whether a metric is a mean of one number per row."""
+        return any(each.is_mean and each.divisor == rows and each.is_in(value) for each in self._reduced)
+
+    def summed(self, logged: list[Any], rows: int | None, others: Collection[int] = ()) -> list[str]:
+        """The names of the entries of `logged` that are sums over the `rows` of the batch, but will be averaged. `others`: the sizes of
+        tensors without rows."""
+        if rows is None or rows < 2:
+            return []
+        over_rows = (each for each in self._reduced if each.divisor is None and each.sizes[:1] == (rows,))
+        sums = [each for each in over_rows if math.prod(each.sizes) not in others]
+        averaged = [(name, value) for name, value, weight, reduce in logged if weight is None and reduce == "mean"]
+        usual = (0, 1, rows)  # numbers that may be equal by chance
+        return [
+            name
+            for name, value in averaged
+            if (isinstance(value, torch.Tensor) or value not in usual) and any(each.is_in(value) for each in sums)
+        ]
+
+    def _count_of(self, name: str, value: Any) -> Counted | None:
+        """The items that a metric counted, if it is a recorded cross-entropy, or a number on the host that equals one; else None."""
+        if isinstance(value, torch.Tensor) and (it := next(filter(lambda it: it.is_here(value), self._found), None)):
+            return it.over
+        if on_device(value) or not isinstance(value, torch.Tensor | float):
+            return None
+        number = float(value)
+        # The first batch decides which numbers are compared: a comparison may wait for a device. Many numbers are 0 or nan.
+        if name not in self._weighed and (self._decided or not number or math.isnan(number)):
+            return None
+        same = (
+            it.over
+            for it in self._found
+            if repr(number) == repr(float(it.result)) and _version(it.result) == it.version
+        )
+        return next(same, None)
+
+    def of_other_than_rows(
+        self, logged: list[Any], rows: int | None = None, whole: int | None = None, others: Collection[int] = ()
+    ) -> str:
+        """A description of a recorded cross-entropy, or of an entry of `logged` without a weight, that is not a mean over the `rows` of the
+        batch; "" if there is none. `whole`: the rows of the whole data set, by which a step may divide. `others`: the sizes of tensors that
+        have no rows, such as parameters. For batches whose cross-entropies were not logged unchanged. Waits for the device."""
+        for _, _, count, elements in self._found:
+            if count.weight is not count.labels:
+                return "a cross-entropy with class weights"
+            if int(count.labels) < elements:
+                return f"a cross-entropy that counts {int(count.labels)} of {elements} labels"
+            if rows and elements % rows:
+                return f"a cross-entropy of {elements} labels for {rows} rows"
+        averaged = [(name, value) for name, value, weight, reduce in logged if weight is None and reduce == "mean"]
+        found = (self._over_other_than_rows(name, value, rows, whole, others) for name, value in averaged if rows)
+        return next(filter(None, found), "")
+
+    def _over_other_than_rows(
+        self,
+        name: str,
+        value: Any,
+        rows: int,
+        whole: int | None,
+        others: Collection[int],
+        counts: Collection[int] = (),
+    ) -> str:
+        """A description of the metric `value` if it is a mean over other values than `rows` rows; else "". See `other_than`."""
+        computed = (each.other_than(rows, others, counts) for each in self._reduced if each.is_in(value))
+        if text := next(filter(None, computed), ""):
+            return f"{name!r} as {text}"
+        divisor = self._divisor(value, rows, whole, counts) if type(value) is float and value else None
+        return "" if divisor is None else f"{name!r} as a sum divided by {divisor:g} for {rows} rows"
+
+    def _divisor(self, value: float, rows: int, whole: int | None, counts: Collection[int]) -> float | None:
+        """By what the step divided the number of a sum, if `value` is such a quotient and no mean over rows or labels; else None."""
+        sums = [(each.result.item(), each.sizes) for each in self._reduced if each.divisor is None]
+        counted = [number for number, _ in sums if number and number % rows and number not in counts]
+        for number, sizes in sums:
+            for divisor in [*counted, whole] if whole else counted:
+                if math.isclose(value * divisor, number) and not is_a_count(divisor, rows, sizes):
+                    return divisor
+        return None
+
+
+def _reduction(
+    new: Callable[..., _Reduced], func: Callable[..., Any], values: torch.Tensor, reduction: str | None
+) -> Iterator[_Reduced]:
+    """What the 0-dim result of `func` is, if it is a sum or a mean over `values`."""
+    if func in (torch.mean, torch.Tensor.mean) or reduction == "mean":
+        yield new(values.numel(), (values.numel(),), reduction is None)
+    elif func in (torch.nanmean, torch.Tensor.nanmean):
+        yield new((~values.isnan()).sum(), tuple(values.shape))
+    elif func in _SUMS or reduction == "sum":
+        yield new(None, tuple(values.shape))
+
+
+def _version(tensor: torch.Tensor) -> int | None:
+    return None if tensor.is_inference() else tensor._version
