@@ -6,6 +6,7 @@ Must not know: modules, batches, the loop.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import partial
@@ -29,7 +30,8 @@ _SCALING = (
     *(torch.Tensor.__add__, torch.Tensor.__radd__, torch.Tensor.__sub__, torch.Tensor.__rsub__, torch.Tensor.__mul__),
     *(torch.Tensor.__rmul__, torch.Tensor.__neg__, torch.Tensor.neg),
 )
-_MOST_LOOKS = 3
+_MOST_LOOKS, _MOST_NUMBERS = 3, 1000
+"""The number of batches that are inspected, and of sums and means that are recorded in one batch."""
 
 
 class _Remembered(NamedTuple):
@@ -88,15 +90,16 @@ class StepWatch(TorchFunctionMode):
         super().__init__()
         self._looks = looks
         self._found: list[_Remembered] = []
-        self._reduced: list[_Reduced] = []
-        """Sums, means, and means to which numbers or other means were added, or which were multiplied by numbers."""
+        self._reduced: dict[int, list[_Reduced]] = {}
+        """By the id of the result: sums, means, and means to which numbers or other means were added, or which were multiplied by numbers.
+        An entry holds its result, so that the id is not used again."""
         self._weighed: set[str] = set()
         """The names of the metrics that were cross-entropies."""
         self._decided = False
         """Whether a batch was weighed before."""
 
     def __enter__(self) -> StepWatch:
-        self._found, self._reduced = [], []
+        self._found, self._reduced = [], {}
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
@@ -113,25 +116,36 @@ class StepWatch(TorchFunctionMode):
             self._remember(result, *args, **kwargs)
             args = args[1:]  # a sum is one over labels
         if args and isinstance(result, torch.Tensor) and not result.ndim:
-            new = partial(_Reduced, result, _version(result))
-            self._reduced += _reduction(new, func, args[0], kwargs.get("reduction"))
-            if func in _SCALING:
-                self._reduced += list(self._scaled(new, func, args))
+            self._describe(func, result, args, kwargs.get("reduction"))
         return result
 
-    def _scaled(
-        self, new: Callable[..., _Reduced], func: Callable[..., Any], args: tuple[Any, ...]
-    ) -> Iterator[_Reduced]:
+    def _describe(
+        self, func: Callable[..., Any], result: torch.Tensor, args: tuple[Any, ...], reduction: str | None
+    ) -> None:
+        """Record what the 0-dim `result` of `func` is, if it is a sum, a mean, or computed from one."""
+        new = partial(_Reduced, result, _version(result))
+        described = list(_reduction(new, func, args[0], reduction))
+        if func in _SCALING:
+            described += self._scaled(new, func, args)
+        if described and len(self._reduced) < _MOST_NUMBERS:
+            self._reduced[id(result)] = described
+
+    def _scaled(self, new: Callable[..., _Reduced], func: Callable[..., Any], args: tuple[Any, ...]) -> list[_Reduced]:
         """What the sum, difference, product or quotient of `args` is, if one of them is a sum or a mean."""
-        for each in [each for each in self._reduced if any(each.result is arg for arg in args[:2])]:
-            if func not in _DIVISIONS:
-                if each.divisor is not None:
-                    yield new(each.divisor, each.sizes)
-            elif each.result is args[0]:
-                # A mean that is divided by a mean of its weights; a number only scales it.
-                weights = isinstance(args[1], torch.Tensor)
-                of_a_mean = math.prod(each.sizes) * args[1] if weights else each.divisor
-                yield new(args[1] if each.divisor is None else of_a_mean, each.sizes)
+        first, second = (self._reduced.get(id(arg), []) for arg in (*args, None)[:2])
+        if func not in _DIVISIONS:
+            alike = {}  # a loss that is added up over many steps is one mean
+            for each in (*first, *second):
+                divisor = each.divisor
+                if divisor is not None:
+                    alike[id(divisor) if isinstance(divisor, torch.Tensor) else divisor, each.sizes] = divisor
+            return [new(divisor, sizes) for (_, sizes), divisor in alike.items()]
+        quotients = []
+        for each in first:
+            # A mean that is divided by a mean of its weights; a number only scales it.
+            of_a_mean = math.prod(each.sizes) * args[1] if isinstance(args[1], torch.Tensor) else each.divisor
+            quotients.append(new(args[1] if each.divisor is None else of_a_mean, each.sizes))
+        return quotients
 
     def _remember(
         self,
@@ -192,20 +206,23 @@ class StepWatch(TorchFunctionMode):
                     return text
         return ""
 
+    def _all(self) -> Iterator[_Reduced]:
+        return itertools.chain.from_iterable(self._reduced.values())
+
     def another_look(self) -> StepWatch | None:
         """A context for the next batch of an evaluation whose metrics are weighted by rows; None if enough batches were inspected."""
         return StepWatch(self._looks - 1) if self._looks > 1 else None
 
     def _is_over_rows(self, value: Any, rows: int | None) -> bool:
         """Whether a metric is a mean of one number per row."""
-        return any(each.is_mean and each.divisor == rows and each.is_in(value) for each in self._reduced)
+        return any(each.is_mean and each.divisor == rows and each.is_in(value) for each in self._all())
 
     def summed(self, logged: list[Any], rows: int | None, others: Collection[int] = ()) -> list[str]:
         """The names of the entries of `logged` that are sums over the `rows` of the batch, but will be averaged. `others`: the sizes of
         tensors without rows."""
         if rows is None or rows < 2:
             return []
-        over_rows = (each for each in self._reduced if each.divisor is None and each.sizes[:1] == (rows,))
+        over_rows = (each for each in self._all() if each.divisor is None and each.sizes[:1] == (rows,))
         sums = [each for each in over_rows if math.prod(each.sizes) not in others]
         averaged = [(name, value) for name, value, weight, reduce in logged if weight is None and reduce == "mean"]
         usual = (0, 1, rows)  # numbers that may be equal by chance
@@ -259,7 +276,7 @@ class StepWatch(TorchFunctionMode):
         counts: Collection[int] = (),
     ) -> str:
         """A description of the metric `value` if it is a mean over other values than `rows` rows; else "". See `other_than`."""
-        computed = (each.other_than(rows, others, counts) for each in self._reduced if each.is_in(value))
+        computed = (each.other_than(rows, others, counts) for each in self._all() if each.is_in(value))
         if text := next(filter(None, computed), ""):
             return f"{name!r} as {text}"
         divisor = self._divisor(value, rows, whole, counts) if type(value) is float and value else None
@@ -267,11 +284,13 @@ class StepWatch(TorchFunctionMode):
 
     def _divisor(self, value: float, rows: int, whole: int | None, counts: Collection[int]) -> float | None:
         """By what the step divided the number of a sum, if `value` is such a quotient and no mean over rows or labels; else None."""
-        sums = [(each.result.item(), each.sizes) for each in self._reduced if each.divisor is None]
+        sums = [(each.result.item(), each.sizes) for each in self._all() if each.divisor is None]
+        if any(is_a_count(number / value, rows, sizes) for number, sizes in sums):
+            return None  # what else it is equal to is chance
         counted = [number for number, _ in sums if number and number % rows and number not in counts]
-        for number, sizes in sums:
+        for number, _ in sums:
             for divisor in [*counted, whole] if whole else counted:
-                if math.isclose(value * divisor, number) and not is_a_count(divisor, rows, sizes):
+                if math.isclose(value * divisor, number):
                     return divisor
         return None
 

@@ -253,7 +253,7 @@ def _repeated(run: Run) -> Iterator[str]:
     assert run.source is not None
     if run.run_dir is None:
         length = run.source.num_units
-        earlier = vars(run.module).setdefault("_lengths", [])
+        earlier = vars(run.module).setdefault("_fabricate_fits", [])
         earlier.append(length)
         if earlier.count(length) == 3:
             same = ", and with rows in the same order" if run.source.shuffle else ""

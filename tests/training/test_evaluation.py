@@ -69,6 +69,12 @@ NO_SUMS: dict[str, Any] = {
     "weighed": lambda error: {"sse": error.square().sum(), "weight": 1},
     "over something else": lambda error: {"norm": torch.ones(7).sum()},
     "plain number": lambda error: {"rows": len(error), "mse": error.square().mean()},
+    "explained by the rows": lambda error: {
+        "accuracy": (error.abs() < 9).sum().item() / 2,
+        "other": torch.ones(3).sum().item() / 3 + 0 * error.mean(),
+        "more": error.expand(-1, 3).count_nonzero() / torch.tensor(6),
+    },
+    "added up over many steps": lambda error: {"loss": sum((error * step).square().mean() for step in range(40))},
     "equal by chance": lambda error: {"rows": (error.abs() < 9).sum().item(), "none": (error.abs() > 9).sum().item()},
 }
 

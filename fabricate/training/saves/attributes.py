@@ -30,7 +30,7 @@ OURS = frozenset(
         "_logged",
         "_no_log",
         "_turn",
-        "_lengths",
+        "_fabricate_fits",
         "_uses_trainer",
         "_arguments",
         "_built",
