@@ -195,18 +195,24 @@ def _is_over_a_part(node: Any, rows: int | None, counts: set[int]) -> bool:
         if rows and elements % rows and (any(map(_is_masked, _near(below))) or _is_selection(selection, elements)):
             return True
         # Other selections usually take one value per row.
-        return _is_masked(selection) or any(_has_normalised_mask(each, elements) for each in _near(below))
+        return _is_masked(selection) or _has_normalised_mask(selection, elements)
     return name == "DivBackward0" and not (counts and float(node._saved_other) in counts)
 
 
 def _has_normalised_mask(node: Any, elements: int) -> bool:
-    """Whether an operation multiplies by a mask that was divided by its own mean, as in `mask /= mask.mean()`. Waits for the device."""
+    """Whether `node` multiplies `elements` values by a mask that was divided by its own mean, as in `mask /= mask.mean()`, perhaps before a
+    `where` that replaces nan. Waits for the device."""
+    if type(node).__name__ == "WhereBackward0":
+        node = _through(next(each for each, _ in node.next_functions if each is not None))
     if type(node).__name__ != "MulBackward0":
         return False
-    factors = zip((node._saved_self, node._saved_other), node.next_functions, strict=True)
-    constant = [factor for factor, (source, _) in factors if source is None and isinstance(factor, torch.Tensor)]
-    masks = [each for each in constant if each.is_floating_point() and each.numel() == elements > 1]
-    return any(bool((each == 0).any()) and math.isclose(each.mean(), 1, abs_tol=1e-5) for each in masks)
+    constant = [source is None for source, _ in node.next_functions]
+    if True not in constant:  # a saved tensor is read for a mask only: reading may compute an activation again
+        return False
+    mask = node._saved_self if constant[0] else node._saved_other
+    if not isinstance(mask, torch.Tensor) or not mask.is_floating_point() or mask.numel() != elements:
+        return False
+    return elements > 1 and bool((mask == 0).any()) and math.isclose(mask.mean(), 1, abs_tol=1e-5)
 
 
 def _elements(node: Any) -> int:
