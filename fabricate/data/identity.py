@@ -67,11 +67,15 @@ def held(data: Any) -> list[Any]:
 
 
 def generators(data: Any) -> dict[str, str]:
-    """The random generators that a data set holds as attributes: a digest of the state of each, by name."""
+    """The random generators that a data set holds as attributes and names outside of its constructor: a digest of the state of each, by
+    name."""
     while isinstance(data, Subset):
         data = data.dataset
-    held = {f"{type(data).__name__}.{name}": value for name, value in getattr(data, "__dict__", {}).items()}
-    return {name: digest(_state(value)) for name, value in held.items() if is_generator(value)}
+    methods = [value for kind in type(data).__mro__ for name, value in vars(kind).items() if name != "__init__"]
+    named = {name for method in methods for name in getattr(getattr(method, "__code__", None), "co_names", ())}
+    attributes = getattr(data, "__dict__", {}).items()
+    held = {name: value for name, value in attributes if name in named and is_generator(value)}
+    return {f"{type(data).__name__}.{name}": digest(_state(value)) for name, value in held.items()}
 
 
 def _state(generator: Any) -> Any:

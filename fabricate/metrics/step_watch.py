@@ -112,11 +112,12 @@ class StepWatch(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        if func in (torch.nn.functional.cross_entropy, torch.nn.functional.nll_loss):
-            self._remember(result, *args, **kwargs)
-            args = args[1:]  # a sum is one over labels
-        if args and isinstance(result, torch.Tensor) and not result.ndim:
-            self._describe(func, result, args, kwargs.get("reduction"))
+        if _is_number(result):
+            if func in (torch.nn.functional.cross_entropy, torch.nn.functional.nll_loss):
+                self._remember(result, *args, **kwargs)
+                args = args[1:]  # a sum is one over labels
+            if args and isinstance(args[0], torch.Tensor) and args[0].layout is torch.strided:
+                self._describe(func, result, args, kwargs.get("reduction"))
         return result
 
     def _describe(
@@ -284,7 +285,8 @@ class StepWatch(TorchFunctionMode):
 
     def _divisor(self, value: float, rows: int, whole: int | None, counts: Collection[int]) -> float | None:
         """By what the step divided the number of a sum, if `value` is such a quotient and no mean over rows or labels; else None."""
-        sums = [(each.result.item(), each.sizes) for each in self._all() if each.divisor is None]
+        numbers = ((each.result.item(), each.sizes) for each in self._all() if each.divisor is None)
+        sums = [(number, sizes) for number, sizes in numbers if math.isfinite(number)]
         if any(is_a_count(number / value, rows, sizes) for number, sizes in sums):
             return None  # what else it is equal to is chance
         counted = [number for number, _ in sums if number and number % rows and number not in counts]
@@ -305,6 +307,17 @@ def _reduction(
         yield new((~values.isnan()).sum(), tuple(values.shape))
     elif func in _SUMS or reduction == "sum":
         yield new(None, tuple(values.shape))
+
+
+def _is_number(result: Any) -> bool:
+    """Whether `result` is a 0-dim tensor of real numbers with memory of its own: not one inside vmap or grad of torch.func."""
+    if not isinstance(result, torch.Tensor) or result.ndim or result.is_complex() or result.layout is not torch.strided:
+        return False
+    try:
+        result.data_ptr()
+    except RuntimeError:
+        return False
+    return True
 
 
 def _version(tensor: torch.Tensor) -> int | None:

@@ -48,6 +48,7 @@ from fabricate.seeding import derive_seed, seed_everything
 from fabricate.strategies.base import Strategy
 from fabricate.training.reports.tracking import start_trackers
 from fabricate.training.saves import resuming
+from fabricate.training.saves.changes import plugin_options
 from fabricate.training.saves.replicas import compare
 from fabricate.training.saves.saved_state import leave_out_frozen_weights, versions
 from fabricate.training.saves.unsaved import remember, unsaved_notes
@@ -170,7 +171,7 @@ def _configure_optimizers(run: Run) -> None:
     checks = (reasons(engine.precision, engine.precision.check_optimizer(o)) for o in optim.optimizers.values())
     if problems := [text for texts in checks for text in texts]:
         raise ConfigurationError("; ".join(dict.fromkeys(problems)))
-    optim.configured = configured(optim.optimizers, optim.schedules)
+    optim.configured, optim.plugin_options = configured(optim.optimizers, optim.schedules), dict(plugin_options(run))
     run.notes.extend(leave_out_frozen(optim.optimizers))
     run.notes.extend(notes_of_untrained(module, optim.optimizers))
     if run.calls.train_step is None:  # a plugin that takes the place of training_step may run backward in it

@@ -437,6 +437,17 @@ class Crops(Rows):
         return self.rows[self.own.integers(24)]
 
 
+class DrawnOnce(Crops):
+    """Draws in its constructor only."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed)
+        self.order = self.own.permutation(24)
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return self.rows[self.order[index]]
+
+
 def _reseed(worker: int) -> None:
     torch.utils.data.get_worker_info().dataset.own = numpy.random.default_rng(worker)
 
@@ -451,9 +462,12 @@ def _notes_about_copies(cases: list[tuple[Any, dict[str, Any]]]) -> list[list[st
 
 
 def test_equal_generators_of_the_data_on_ranks_or_in_worker_processes_get_a_note() -> None:
-    every, own = [(Crops(0), {}), (torch.utils.data.Subset(Crops(0), range(8)), {})], [(Rows(0, 1), {})]
+    every, own = (
+        [(Crops(0), {}), (torch.utils.data.Subset(Crops(0), range(8)), {})],
+        [(Rows(0, 1), {}), (DrawnOnce(0), {})],
+    )
     [zero, _] = run_ranks(_notes_about_copies, 2, [*every, *own])
-    assert [len(lines) for lines in zero] == [1, 1, 0]
+    assert [len(lines) for lines in zero] == [1, 1, 0, 0]
     assert "train: each rank has a copy of Crops.own, so all of them draw the same numbers from it" in zero[0][0]
     reseeded = {"num_workers": 2, "worker_init_fn": _reseed}
     alone = _notes_about_copies([(Crops(0), {"num_workers": n}) for n in (0, 1, 2)] + [(Crops(0), reseeded)])

@@ -167,13 +167,19 @@ def test_what_may_change_is_named_where_the_run_goes_on(tmp_path: Path, capsys: 
 
 def test_changed_options_of_plugins_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     class Warms(Callback):
-        """Changes an attribute, but not the one that its argument sets."""
+        """Changes attributes, also one that an argument sets."""
 
-        def __init__(self, factor: float, kind: object = None) -> None:
-            self.factor, self.kind, self.seen = factor, kind, 0
+        def __init__(self, factor: float, kind: object = None, best: float = 9.0) -> None:
+            self.factor, self.kind, self.seen, self.best = factor, kind, 0, best
 
         def on_step(self) -> None:
-            self.seen += 1
+            self.seen, self.best = self.seen + 1, self.best - 1
+
+        def on_save(self, state: dict[str, Any]) -> None:
+            state["best"] = self.best
+
+        def on_load(self, state: dict[str, Any]) -> None:
+            self.best = state["best"]
 
     for steps, plugins in ((2, [EMA(0.9), Warms(0.5)]), (4, [EMA(0.99), Warms(0.25)])):
         trainer = Trainer(max_steps=steps, seed=1, run_dir=tmp_path, progress=False, plugins=plugins)
@@ -181,7 +187,7 @@ def test_changed_options_of_plugins_are_named(tmp_path: Path, capsys: pytest.Cap
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("changed since it was saved: ")]
     assert "decay of plugin 'EMA' 0.9 -> 0.99" in line
     assert "factor of plugin 'Warms' 0.5 -> 0.25" in line
-    assert not any(name in line for name in ("start of", "seen"))
+    assert not any(name in line for name in ("start of", "seen", "best"))
 
 
 def test_a_run_that_is_complete_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -74,6 +74,17 @@ NO_SUMS: dict[str, Any] = {
         "other": torch.ones(3).sum().item() / 3 + 0 * error.mean(),
         "more": error.expand(-1, 3).count_nonzero() / torch.tensor(6),
     },
+    "inside torch.func": lambda error: {
+        "each": torch.func.vmap(lambda row: row.square().sum() + row.mean())(error.expand(-1, 3)).mean(),
+        "slope": torch.func.grad(lambda row: row.square().sum() / 3)(error[0]).mean().item(),
+        "loss": torch.func.vmap(torch.nn.functional.cross_entropy)(
+            error.expand(-1, 3), torch.zeros(len(error)).long()
+        ).mean(),
+    },
+    "complex and infinite": lambda error: {
+        "power": float(torch.fft.fft(error[:, 0]).sum().abs()) / 3,
+        "least": float((error / 0).sum()) if error.sum() > 9 else 0.123,
+    },
     "added up over many steps": lambda error: {"loss": sum((error * step).square().mean() for step in range(40))},
     "equal by chance": lambda error: {"rows": (error.abs() < 9).sum().item(), "none": (error.abs() > 9).sum().item()},
 }

@@ -380,6 +380,7 @@ class LogsItsShare(Regression):
         self.log("weighed", 0.5 + rank, weight=1 + rank)
         self.log("added", rank, reduce="sum")
         self.log("same", 0.5)
+        self.log("nan", math.nan)
 
 
 def on_two_ranks() -> dict[str, Any]:

@@ -74,14 +74,12 @@ class Evaluated:
         }
         zero, *others = self._run.engine.gather_json(mine)
         common = [name for name in zero if all(name in other for other in others)]
-        differing = [
-            name for name in common if not all(math.isclose(zero[name], other[name], rel_tol=1e-6) for other in others)
-        ]
+        differing = [name for name in common if not all(_alike(zero[name], other[name]) for other in others)]
         for name in differing:
             self._run.journal.note(
                 f"log({name!r}) in a hook of the evaluation gets different values on the ranks, because each sees only its own "
-                "rows; the mean of the ranks is recorded. A metric that is no mean over rows (R2, F1) has to be computed in "
-                "compute_metrics(self, outputs), which sees all rows; for a mean over rows, give self.log a weight"
+                "rows; the mean of the ranks is recorded. That suits a time or a size. A metric that is no mean over rows (R2, F1) has "
+                "to be computed in compute_metrics(self, outputs), which sees all rows; a mean over rows needs a weight in self.log"
             )
 
     def check(self) -> None:
@@ -97,6 +95,10 @@ class Evaluated:
                 f"on_eval_end wrote {dict(everyone[0])} into its metrics on rank 0 and {dict(everyone[different])} on rank {different}: "
                 "each rank sees only its own rows. Use self.log(name, value, weight=...), which reduces over ranks, or compute_metrics"
             )
+
+
+def _alike(one: float, other: float) -> bool:
+    return math.isclose(one, other, rel_tol=1e-6) or (math.isnan(one) and math.isnan(other))
 
 
 def new_metrics(run: Run) -> Metrics:

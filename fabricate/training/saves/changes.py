@@ -46,12 +46,13 @@ def configuration(run: Run) -> dict[str, dict[str, str]]:
     return {
         "optimizers": {each.name: each.text for each in run.optim.configured},
         "trainer": settings | {"max_grad_norm": str(run.max_grad_norm)},
-        "plugins": dict(_options(run)),
+        "plugins": run.optim.plugin_options,
     }
 
 
-def _options(run: Run) -> Iterator[tuple[str, str]]:
-    """The constructor arguments of the plugins that are numbers or texts, as far as a plugin keeps each under its name."""
+def plugin_options(run: Run) -> Iterator[tuple[str, str]]:
+    """The constructor arguments of the plugins that are numbers or texts, as far as a plugin keeps each under its name. Call it before a
+    hook or a resume changes them."""
     for name, plugin in run.calls.manager.list_name_plugin():
         if plugin is not run.module and not isinstance(plugin, type | ModuleType):
             for argument in inspect.signature(type(plugin).__init__).parameters:

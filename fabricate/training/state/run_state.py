@@ -54,6 +54,8 @@ class Optimization:
     """The optimizers and schedules of an update, by the names that `training_step` returns, joined by commas."""
     weight_per_row: dict[str, float] = field(default_factory=dict)
     """By the same names, the power of two near the weight of one row, known from the first window on; see `updates.losses`."""
+    plugin_options: dict[str, str] = field(default_factory=dict)
+    """The options of the plugins when the fit began."""
     gives_weights: bool = False
     """Whether training_step returned a weight with its loss."""
     configured: list[Configured] = field(default_factory=list)
