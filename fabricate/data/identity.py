@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import random
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from types import CodeType, FunctionType
 from typing import Any
 
 import numpy as np
@@ -72,10 +73,18 @@ def generators(data: Any) -> dict[str, str]:
     while isinstance(data, Subset):
         data = data.dataset
     methods = [value for kind in type(data).__mro__ for name, value in vars(kind).items() if name != "__init__"]
-    named = {name for method in methods for name in getattr(getattr(method, "__code__", None), "co_names", ())}
+    named = {name for method in methods if isinstance(method, FunctionType) for name in names_in(method.__code__)}
     attributes = getattr(data, "__dict__", {}).items()
     held = {name: value for name, value in attributes if name in named and is_generator(value)}
     return {f"{type(data).__name__}.{name}": digest(_state(value)) for name, value in held.items()}
+
+
+def names_in(code: CodeType) -> Iterator[str]:
+    """The names of globals, attributes and enclosing variables in `code`, and in the functions and comprehensions inside it."""
+    yield from (*code.co_names, *code.co_freevars)
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from names_in(constant)
 
 
 def _state(generator: Any) -> Any:

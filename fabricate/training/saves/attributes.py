@@ -7,14 +7,15 @@ import os
 import sys
 import sysconfig
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from functools import partial
-from types import CodeType, FunctionType, ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
 import numpy as np
 import torch
 
+from fabricate.data.identity import names_in
 from fabricate.optim.schedules import captured
 
 LIBRARIES = ("torch", "transformers", "torchmetrics", "peft", "datasets", "fabricate", "builtins", "accelerate")
@@ -109,15 +110,8 @@ def _named(function: FunctionType | partial[Any]) -> list[object]:
     held = list(captured(function).values())
     if isinstance(function, FunctionType) and _is_users_module(function.__globals__.get("__name__", "")):
         variables = function.__globals__
-        held += [variables[name] for name in _names(function.__code__) if name in variables]
+        held += [variables[name] for name in names_in(function.__code__) if name in variables]
     return held
-
-
-def _names(code: CodeType) -> Iterator[str]:
-    yield from code.co_names
-    for inner in code.co_consts:
-        if isinstance(inner, CodeType):
-            yield from _names(inner)
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

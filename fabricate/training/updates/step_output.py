@@ -9,13 +9,13 @@ from __future__ import annotations
 import inspect
 import math
 import re
-from collections.abc import Iterator, Mapping
-from types import CodeType
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
 
 from fabricate.data.batches import leading_dimensions, several_labels
+from fabricate.data.identity import names_in
 from fabricate.errors import ConfigurationError, did_you_mean
 from fabricate.metrics.loss_weight import (
     divisors,
@@ -309,14 +309,7 @@ def _names(module: TrainModule, method: str, seen: set[str]) -> set[str]:
     code = getattr(inspect.unwrap(getattr(owner, method, None)), "__code__", None)  # type: ignore[arg-type]
     if code is None or owner.__module__.startswith(("torch.", "fabricate.", "fabricate_")):
         return set()
-    names = {name for each in _nested(code) for name in (*each.co_names, *each.co_freevars)}
+    names = set(names_in(code))
     return names.union(
         *(_names(module, name, seen) for name in names if hasattr(type(module), name) and name not in seen)
     )
-
-
-def _nested(code: CodeType) -> Iterator[CodeType]:
-    yield code
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _nested(constant)
