@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -176,6 +176,32 @@ def several_labels(batch: Any) -> tuple[int, ...] | None:
 def visible_rows(batch: Any) -> int | None:
     rows = _leading_dimension(batch)
     return _num_listed(batch) if rows is None else rows
+
+
+def rows_at(batch: Any, indices: list[int], rows: int) -> Any:
+    """A copy of a batch of `rows` rows with the rows at `indices`. `ValueError` if a part of the batch has no dimension of rows.
+
+    >>> rows_at({"image": torch.arange(3), "names": ["a", "b", "c"]}, [2, 0], 3)
+    {'image': tensor([2, 0]), 'names': ['c', 'a']}
+    """
+    if _are_rows(batch, rows):
+        return [batch[index] for index in indices] if isinstance(batch, list) else batch[indices]
+    if isinstance(batch, Mapping):
+        return type(batch)({name: rows_at(each, indices, rows) for name, each in batch.items()})  # type: ignore[call-arg]
+    if isinstance(batch, tuple | list):
+        parts = [rows_at(each, indices, rows) for each in batch]
+        return type(batch)(parts) if type(batch) in (tuple, list) else type(batch)(*parts)
+    if is_dataclass(batch) and not isinstance(batch, type):
+        return replace(batch, **{f.name: rows_at(getattr(batch, f.name), indices, rows) for f in fields(batch)})
+    raise ValueError(f"{type(batch).__name__} has no dimension of {rows} rows")
+
+
+def _are_rows(part: Any, rows: int) -> bool:
+    """Whether a part of a batch of `rows` rows has one item per row. A list of tensors that each have `rows` items is a list of fields."""
+    if isinstance(part, torch.Tensor | np.ndarray):
+        return part.ndim > 0 and len(part) == rows
+    fields = _holds_tensors(part) and all(each.ndim and len(each) == rows for each in part)
+    return isinstance(part, list) and len(part) == rows and not fields
 
 
 def _leading_dimension(batch: Any) -> int | None:

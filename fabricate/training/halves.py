@@ -5,14 +5,11 @@ Must not know: the loop.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
-import torch
-
-from fabricate.data.batches import visible_rows
+from fabricate.data.batches import rows_at, visible_rows
 from fabricate.module import step_function
 from fabricate.seeding import rng_state, set_rng_state
 from fabricate.training.evaluations.sanity import put_back
@@ -36,7 +33,8 @@ def compare_halves(run: Run) -> str:
     if rows is None or rows < 2 or run.engine.strategy.name not in ("single", "ddp"):
         return ""
     try:
-        halves = [_part(batch, rows, 0, rows // 2), _part(batch, rows, rows // 2, rows)]
+        order = list(range(rows))
+        halves = [rows_at(batch, half, rows) for half in (order[: rows // 2], order[rows // 2 :])]
         with _aside(run):
             whole, one, other = (_loss(run, each) for each in (batch, *halves))
     except Exception:  # this batch cannot be halved, or the step fails with a half
@@ -50,20 +48,6 @@ def compare_halves(run: Run) -> str:
         "depends on how a global batch is split. Return {'loss': loss, 'weight': what its mean was taken over} from training_step. A loss "
         "over pairs or statistics of a batch depends on the split by design"
     )
-
-
-def _part(value: Any, rows: int, start: int, stop: int) -> Any:
-    """Rows `start` to `stop` of a batch. `ValueError` if a part of the batch has no dimension of rows."""
-    if isinstance(value, torch.Tensor | list) and len(value) == rows:
-        return value[start:stop]
-    if isinstance(value, Mapping):
-        return type(value)({name: _part(each, rows, start, stop) for name, each in value.items()})  # type: ignore[call-arg]
-    if isinstance(value, tuple | list):
-        parts = [_part(each, rows, start, stop) for each in value]
-        return type(value)(parts) if type(value) in (tuple, list) else type(value)(*parts)
-    if is_dataclass(value) and not isinstance(value, type):
-        return replace(value, **{f.name: _part(getattr(value, f.name), rows, start, stop) for f in fields(value)})
-    raise ValueError(f"{type(value).__name__} cannot be halved")
 
 
 def _loss(run: Run, batch: Any) -> tuple[float, float, str]:

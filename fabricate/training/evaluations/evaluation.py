@@ -8,30 +8,27 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 
 from fabricate.checkpoint.format.codec import decode, encode
-from fabricate.data.batches import EvalBatch, rows_of, rows_that_came, several_labels, visible_rows
+from fabricate.data.batches import EvalBatch
 from fabricate.data.flat_bytes import flat_bytes
 from fabricate.data.source import Source
 from fabricate.distributed.group import looking_alone
-from fabricate.errors import ConfigurationError, few
+from fabricate.errors import ConfigurationError
 from fabricate.metrics.reduction import one_number
-from fabricate.metrics.step_watch import StepWatch
 from fabricate.metrics.torchmetrics_objects import set_apart, snapshot_torchmetrics
-from fabricate.module import STEPS, TrainModule, overrides, refusing_logs
+from fabricate.module import STEPS, overrides, refusing_logs
 from fabricate.seeding import rng_state, set_rng_state
 from fabricate.training.evaluations.evaluated import Evaluated, new_metrics, prefix_of, share_objects
-from fabricate.training.evaluations.no_training import without_training
+from fabricate.training.evaluations.measured import MeasuredSteps, restorable, rows_in, run_step
 from fabricate.training.interruptions.overdue import waiting
-from fabricate.training.saves.attributes import remembered
 from fabricate.training.state.run_state import Run
 from fabricate.training.updates.optimizer_modes import meant_weights
-from fabricate.training.updates.step_output import one_weight
 
 NOT_PREDICTED = "a prediction has no metrics; return what you want from predict_step, or call validate or test"
 
@@ -78,7 +75,7 @@ def _evaluating(run: Run, stage: str) -> Iterator[None]:
     run.module.eval()
     device_works = True
     try:
-        with meant_weights(run), without_training(run, stage), torch.no_grad():
+        with meant_weights(run), _without_training(run, stage), torch.no_grad():
             yield
         # after an exception they stay, because the error note describes them
         run.now.stage, run.now.batch = "train", before
@@ -96,6 +93,30 @@ def _evaluating(run: Run, stage: str) -> Iterator[None]:
             restore_buffers()
             restore_metrics()
         run.module._logged[:] = pending
+
+
+@contextlib.contextmanager
+def _without_training(run: Run, stage: str) -> Iterator[None]:
+    """Raise an error if the body steps an optimizer. Note if it leaves a submodule in training mode that was in eval mode before."""
+    name = type(run.module).__name__
+
+    def refuse(*_: object) -> None:
+        raise ConfigurationError(
+            f"{name} steps an optimizer in an evaluation ({stage}), so it would train on data that is held out. Remove the call of step"
+        )
+
+    hooks = [optimizer.register_step_pre_hook(refuse) for optimizer in run.optim.optimizers.values()]
+    in_eval_mode = [module for module in run.module.modules() if not module.training]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+    if any(module.training for module in in_eval_mode):
+        run.journal.note(
+            f"{name} is in training mode at the end of an evaluation ({stage}), because a step or a hook of the evaluation called train(). "
+            "Dropout was active, and batch normalisation learned from these rows; remove the call, or keep it if that is meant"
+        )
 
 
 def evaluate(run: Run, sources: Mapping[str, Source], stage: str, most: int | None = None) -> dict[str, float]:
@@ -135,30 +156,19 @@ def _evaluate_source(run: Run, source: Source, stage: str, most: int | None) -> 
     module, prefix = run.module, prefix_of(stage)
     metrics = new_metrics(run)
     rows = Rows(run) if overrides(module, "compute_metrics") else None
-    watch: StepWatch | None = StepWatch()
-    by_labels, other_sizes = True, {tensor.numel() for tensor in (*module.parameters(), *module.buffers())}
+    steps = MeasuredSteps(run, stage, source.num_samples)
     for item, batch in _batches(run, source, most):
-        restore = _before_stand_in(module) if item.rows == 0 else None
-        with watch or contextlib.nullcontext():
-            output = _step(run, batch, stage)
+        restore = restorable(module) if item.rows == 0 else None
+        output = steps.run(batch)
         if restore is not None:  # a stand-in ran only because collectives need every rank: discard its results
             restore()
             module._logged.clear()
             continue
-        weight = _log_output(module, output, stage, prefix)
+        weight = steps.weigh(output, item)
         _keep_outputs(rows, output, item, f"{type(module).__name__}.{STEPS[stage]}")
-        if weight is not None:
-            watch = None
-        elif watch is not None:
-            came = visible_rows(item.batch) if item.rows is None else rows_that_came(item.batch, item.rows)
-            _note_sums(run, stage, watch.summed(module._logged, came, other_sizes))
-            weight = watch.weigh(module._logged, came) if by_labels else None
-            if weight is None:
-                computed = watch.of_other_than_rows(module._logged, came, source.num_samples, other_sizes)
-                by_labels, watch = False, None if _note_rows(run, stage, item.batch, computed) else watch.another_look()
-            elif text := watch.beside(module._logged, came, other_sizes):
-                _note_beside(run, stage, text)
-        metrics.take(module._logged, _rows_in(item) if weight is None else weight)
+        metrics.take(module._logged, weight)
+        if most is not None:
+            steps.compare_halves(batch, item)
     check_first(run, source)
     share_objects(run, metrics)
     return _joined(metrics.finish(), _of_whole_set(run, rows) if rows is not None else {}, prefix)
@@ -239,81 +249,6 @@ def _batches(run: Run, source: Source, most: int | None = None) -> Iterator[tupl
         run.reached(run.progress.step, run.progress.micro_step, -1)
 
 
-def _before_stand_in(module: TrainModule) -> Callable[[], None]:
-    """Record what a step may change in `module`: torchmetrics objects and attributes, such as a list of outputs. The returned function
-    restores it after a stand-in, which has no row of its own."""
-    restore_metrics, restore_attributes = snapshot_torchmetrics(module), remembered(module)
-
-    def restore() -> None:
-        restore_attributes()
-        restore_metrics()
-
-    return restore
-
-
-def _step(run: Run, batch: Any, stage: str) -> Any:
-    """The output of the module's step for one batch on the device."""
-    if run.calls.eval_step is None:  # no plugin wraps the step
-        return run.engine.evaluate(stage, batch, run.now.batch_idx)
-    return run.calls.eval_step(run.trainer, run.module, batch, stage)
-
-
-def _rows_in(item: EvalBatch) -> int:
-    return rows_of(item.batch) if item.rows is None else rows_that_came(item.batch, item.rows)
-
-
-def _log_output(module: TrainModule, output: Any, stage: str, prefix: str) -> Any:
-    """Log the metrics that a step returned, in addition to those it logged itself. Returns the weight that the step returned, or None."""
-    if output is None:
-        return None
-    step = f"{type(module).__name__}.{STEPS[stage]}"
-    if not isinstance(output, Mapping):
-        raise ConfigurationError(f"{step} returned {type(output).__name__}; return a mapping of metrics, or nothing")
-    logged = {name.removeprefix(prefix): "logs it too" for name, *_ in module._logged}
-    for key, value in output.items():
-        if (name := key.removeprefix(prefix)) in logged:
-            raise ConfigurationError(f"{step} returns {key!r} and {logged[name]}; use one of the two")
-        if key not in ("weight", "outputs"):
-            module.log(key, value)
-            logged[name] = f"{key!r}, which is the same name"
-    weight = output.get("weight")
-    return None if weight is None else one_weight(weight)
-
-
-def _note_rows(run: Run, stage: str, batch: Any, computed: str) -> bool:
-    """Note metrics that are weighted by rows but are probably means over something else; returns whether they are. `computed`: the
-    operation from which the step seems to get them."""
-    shape = several_labels(batch)
-    why = f"a batch holds whole numbers of the shape {shape}, several per row," if shape is not None else ""
-    if computed:
-        why = f"{STEPS[stage]} computes {computed},"
-    elif not why and run.optim.gives_weights and any(name.endswith("loss") for name, *_ in run.module._logged):
-        why = "training_step returns a weight with its loss,"
-    if why:
-        run.journal.note(
-            f"{why} and {STEPS[stage]} does not return a plain cross-entropy, so its metrics are weighted by rows. Where rows have "
-            "unequal numbers of labels, return a weight too: {..., 'weight': what the means were taken over}"
-        )
-    return bool(why)
-
-
-def _note_beside(run: Run, stage: str, metric: str) -> None:
-    """Note a `metric` that has the weight of a cross-entropy in the same step."""
-    run.journal.note(
-        f"{STEPS[stage]} gives {metric}, but its weight in the mean over the data set is that of the cross-entropy in the same step, the "
-        "number of its labels. Give it a weight of its own: self.log(name, value, weight=what its mean was taken over)"
-    )
-
-
-def _note_sums(run: Run, stage: str, names: list[str]) -> None:
-    """Note metrics that are sums over the rows of a batch. `names`: their names."""
-    if names:
-        run.journal.note(
-            f"{STEPS[stage]} gives {few(names)} as a sum over the rows of a batch, and metrics are averaged: the result is the mean of the "
-            f"sums. Log the mean instead, or add the sums up: self.log({names[0]!r}, value, reduce='sum')"
-        )
-
-
 def predict(run: Run, sources: Mapping[str, Source]) -> list[Any] | dict[str, list[Any] | None] | None:
     """One prediction per sample in the order of the data on rank 0, None on other ranks; for named data sets a mapping of these. Batches
     for which `eval_step` returns () are left out: a listener keeps their predictions. All ranks."""
@@ -329,8 +264,8 @@ def predict(run: Run, sources: Mapping[str, Source]) -> list[Any] | dict[str, li
                     "the sampler of the DataLoader chooses the rows; their predictions come in the order of the data set, not the sampler's"
                 )
             for item, batch in _batches(run, source):
-                restore = _before_stand_in(module) if item.rows == 0 else None
-                output = _step(run, batch, "predict")
+                restore = restorable(module) if item.rows == 0 else None
+                output = run_step(run, batch, "predict")
                 kept_elsewhere = isinstance(output, tuple) and not output
                 if restore is not None:
                     restore()
@@ -355,7 +290,7 @@ class Rows:
 
     def add(self, output: Any, item: EvalBatch, what: str) -> None:
         """Keep the `output` of one batch on the CPU. `what`: the step, for error messages."""
-        if (came := _rows_in(item)) != len(item.indices):
+        if (came := rows_in(item)) != len(item.indices):
             raise ConfigurationError(
                 f"{what} a result for a batch of {came} rows, but {len(item.indices)} rows were read for this batch. The "
                 "collate_fn left out rows, and it is not known which, so the results cannot be put in the order of the data. "

@@ -1,0 +1,222 @@
+"""The steps of an evaluation on one data set: their metrics, the weights of these, and notes about metrics that are no means over rows.
+
+Must not know: which batches there are (`evaluation`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from fabricate.data.batches import EvalBatch, rows_at, rows_of, rows_that_came, several_labels, visible_rows
+from fabricate.errors import ConfigurationError, few
+from fabricate.metrics.step_watch import StepWatch
+from fabricate.metrics.torchmetrics_objects import snapshot_torchmetrics
+from fabricate.module import STEPS, TrainModule
+from fabricate.training.evaluations.evaluated import prefix_of
+from fabricate.training.saves.attributes import remembered
+from fabricate.training.state.run_state import Run
+from fabricate.training.updates.step_output import one_weight
+
+_CLOSE = 1e-2
+"""The relative difference between a metric and the mean over halves of its batch that gets a note. Kernels in low precision give other
+roundings for another batch size."""
+
+
+class MeasuredSteps:
+    """Runs the steps of an evaluation on one data set, and finds the weights of their metrics."""
+
+    def __init__(self, run: Run, stage: str, whole: int | None) -> None:
+        """`whole`: the rows of the data set, if they are known."""
+        self._run, self._stage, self._whole = run, stage, whole
+        self._watch: StepWatch | None = StepWatch()
+        self._by_labels = True
+        self._other_sizes = {tensor.numel() for tensor in (*run.module.parameters(), *run.module.buffers())}
+        self._noted = self._compared = False
+
+    def run(self, batch: Any) -> Any:
+        """The output of the step for one batch on the device."""
+        with self._watch or contextlib.nullcontext():
+            return run_step(self._run, batch, self._stage)
+
+    def weigh(self, output: Any, item: EvalBatch) -> Any:
+        """Log the metrics in the `output` of the step that was run last. Returns the weight of the logged metrics that have none of their
+        own."""
+        logged, watch = self._run.module._logged, self._watch
+        weight = log_output(self._run.module, output, self._stage)
+        if weight is not None:
+            self._watch = None
+            return weight
+        if watch is None:
+            return rows_in(item)
+        came = _rows_seen(item)
+        self._note(_about_sums(self._stage, watch.summed(logged, came, self._other_sizes)))
+        weight = watch.weigh(logged, came) if self._by_labels else None
+        if weight is None:
+            computed = watch.of_other_than_rows(logged, came, self._whole, self._other_sizes)
+            text = _about_rows(self._run, self._stage, item.batch, computed)
+            self._by_labels, self._watch = False, None if text else watch.another_look()
+        else:
+            text = _about_beside(self._stage, watch.beside(logged, came, self._other_sizes))
+        self._note(text)
+        return rows_in(item) if weight is None else weight
+
+    def _note(self, text: str) -> None:
+        if text:
+            self._noted = True
+            self._run.journal.note(text)
+
+    def compare_halves(self, batch: Any, item: EvalBatch) -> None:
+        """Note metrics of `batch`, the copy of `item` on the device, that are not the weighted means of the metrics of its halves. Once,
+        with the first batch that can be halved. This rank only; afterwards the module is as before."""
+        rows, engine = _rows_seen(item), self._run.engine
+        if self._noted or self._compared or rows is None or rows < 2 or engine.strategy.name not in ("single", "ddp"):
+            return
+        order, restore = list(range(rows)), restorable(self._run.module)
+        orders = (order[: rows // 2], order[rows // 2 :], order[::-1], order)
+        try:
+            with torch.compiler.set_stance("force_eager"):
+                halves_and_wholes = [self._measure(rows_at(batch, each, rows), len(each)) for each in orders]
+        except Exception:  # this batch cannot be halved, or the step fails with a half
+            return
+        finally:
+            restore()
+            self._run.module._logged.clear()
+        self._compared = True
+        self._note(_about_halves(self._stage, rows, *halves_and_wholes))
+
+    def _measure(self, batch: Any, rows: int) -> dict[str, _Mean]:
+        """The metrics of a batch of `rows` rows that are averaged."""
+        logged, watch = self._run.module._logged, StepWatch()
+        logged.clear()
+        with watch:
+            output = run_step(self._run, batch, self._stage)
+        weight: Any = log_output(self._run.module, output, self._stage)
+        if weight is None:
+            weight = watch.weigh(logged, rows)
+            weight = rows if weight is None else weight
+        return {
+            name: _Mean(float(value), float(weight if own is None else own))
+            for name, value, own, reduce in logged
+            if reduce == "mean"
+        }
+
+
+class _Mean(NamedTuple):
+    value: float
+    weight: float
+
+
+def restorable(module: TrainModule) -> Callable[[], None]:
+    """Record what a step may change in `module`: torchmetrics objects and attributes, such as a list of outputs. The returned function
+    restores it after a step that must not count."""
+    restore_metrics, restore_attributes = snapshot_torchmetrics(module), remembered(module)
+
+    def restore() -> None:
+        restore_attributes()
+        restore_metrics()
+
+    return restore
+
+
+def run_step(run: Run, batch: Any, stage: str) -> Any:
+    """The output of the module's step for one batch on the device."""
+    if run.calls.eval_step is None:  # no plugin wraps the step
+        return run.engine.evaluate(stage, batch, run.now.batch_idx)
+    return run.calls.eval_step(run.trainer, run.module, batch, stage)
+
+
+def rows_in(item: EvalBatch) -> int:
+    return rows_of(item.batch) if item.rows is None else rows_that_came(item.batch, item.rows)
+
+
+def _rows_seen(item: EvalBatch) -> int | None:
+    return visible_rows(item.batch) if item.rows is None else rows_that_came(item.batch, item.rows)
+
+
+def log_output(module: TrainModule, output: Any, stage: str) -> Any:
+    """Log the metrics that a step returned, in addition to those it logged itself. Returns the weight that the step returned, or None."""
+    if output is None:
+        return None
+    step, prefix = f"{type(module).__name__}.{STEPS[stage]}", prefix_of(stage)
+    if not isinstance(output, Mapping):
+        raise ConfigurationError(f"{step} returned {type(output).__name__}; return a mapping of metrics, or nothing")
+    logged = {name.removeprefix(prefix): "logs it too" for name, *_ in module._logged}
+    for key, value in output.items():
+        if (name := key.removeprefix(prefix)) in logged:
+            raise ConfigurationError(f"{step} returns {key!r} and {logged[name]}; use one of the two")
+        if key not in ("weight", "outputs"):
+            module.log(key, value)
+            logged[name] = f"{key!r}, which is the same name"
+    weight = output.get("weight")
+    return None if weight is None else one_weight(weight)
+
+
+def _about_rows(run: Run, stage: str, batch: Any, computed: str) -> str:
+    """A note about metrics that are weighted by rows but are probably means over something else; "" if there are none. `computed`: the
+    operation from which the step seems to get them."""
+    shape = several_labels(batch)
+    why = f"a batch holds whole numbers of the shape {shape}, several per row," if shape is not None else ""
+    if computed:
+        why = f"{STEPS[stage]} computes {computed},"
+    elif not why and run.optim.gives_weights and any(name.endswith("loss") for name, *_ in run.module._logged):
+        why = "training_step returns a weight with its loss,"
+    if not why:
+        return ""
+    return (
+        f"{why} and {STEPS[stage]} does not return a plain cross-entropy, so its metrics are weighted by rows. Where rows have "
+        "unequal numbers of labels, return a weight too: {..., 'weight': what the means were taken over}"
+    )
+
+
+def _about_beside(stage: str, metric: str) -> str:
+    """A note about a `metric` that has the weight of a cross-entropy in the same step; "" if there is none."""
+    if not metric:
+        return ""
+    return (
+        f"{STEPS[stage]} gives {metric}, but its weight in the mean over the data set is that of the cross-entropy in the same step, the "
+        "number of its labels. Give it a weight of its own: self.log(name, value, weight=what its mean was taken over)"
+    )
+
+
+def _about_sums(stage: str, names: list[str]) -> str:
+    """A note about metrics, with these `names`, that are sums over the rows of a batch; "" if there are none."""
+    if not names:
+        return ""
+    return (
+        f"{STEPS[stage]} gives {few(names)} as a sum over the rows of a batch, and metrics are averaged: the result is the mean of the "
+        f"sums. Log the mean instead, or add the sums up: self.log({names[0]!r}, value, reduce='sum')"
+    )
+
+
+def _about_halves(
+    stage: str,
+    rows: int,
+    one: dict[str, _Mean],
+    other: dict[str, _Mean],
+    turned: dict[str, _Mean],
+    whole: dict[str, _Mean],
+) -> str:
+    """A note about metrics of a batch of `rows` rows that are not the weighted means over its halves, `one` and `other`; "" if there are
+    none. A metric that differs in `turned`, where the rows have another order, is random and is not compared."""
+    differing = {}
+    for name in whole.keys() & turned.keys() & one.keys() & other.keys():
+        halves, value = (one[name], other[name]), whole[name].value
+        weight = sum(half.weight for half in halves)
+        mean = sum(half.value * half.weight for half in halves) / weight if weight else value
+        noise = abs(turned[name].value - value)
+        if abs(mean - value) > max(_CLOSE * max(abs(value), *(abs(half.value) for half in halves)), 20 * noise):
+            differing[name] = (value, mean)
+    if not differing:
+        return ""
+    names = sorted(differing)
+    value, mean = differing[names[0]]
+    return (
+        f"{STEPS[stage]} gives {few(names)}, which averaged over batches depends on the batch size and the number of ranks: "
+        f"{names[0]!r} of {rows} rows is {value:.6g}, and the mean over two halves of them is {mean:.6g}. To compute it once from all "
+        "rows, return 'outputs' and define compute_metrics, or log a torchmetrics object. If it is a mean over something other than "
+        "rows, log it with weight=what the mean was taken over"
+    )

@@ -1,0 +1,156 @@
+"""Metrics of a validation step whose mean over batches depends on the batch size: the check before training finds them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch.nn.functional import cross_entropy, normalize
+
+from fabricate import FitResult, Trainer, TrainModule
+from tests.support.regression import Regression, equal, weights
+
+ROWS = [
+    (torch.full((3,), row / 8), torch.tensor([float(target)])) for row, target in enumerate((1, 5, -1, 2, 0, 3, -2, -6))
+]
+NOTE = "which averaged over batches depends on the batch size and the number of ranks"
+
+
+def f1(error: torch.Tensor) -> float:
+    guessed, right = error > error.mean(), error > 0.2
+    return float(2 * (guessed & right).sum() / (guessed.sum() + right.sum()))
+
+
+def over_a_normalised_mask(error: torch.Tensor) -> torch.Tensor:
+    mask = (error.abs() > 0.5).float()
+    return (error.abs() * mask / mask.mean()).mean()
+
+
+def contrastive(error: torch.Tensor) -> torch.Tensor:
+    rows = torch.cat([error, torch.ones_like(error)], 1)
+    return cross_entropy(rows @ rows.T, torch.arange(len(rows)))
+
+
+DEPEND: dict[str, Callable[[torch.Tensor], Any]] = {
+    "root of a mean": lambda error: {"rmse": error.square().mean().sqrt()},
+    "perplexity": lambda error: {"loss": error.square().mean(), "perplexity": error.square().mean().exp()},
+    "f1": lambda error: {"f1": f1(error)},
+    "median": lambda error: {"median": error.median()},
+    "standard deviation": lambda error: {"std": float(error.std(correction=0))},
+    "normalised mask": lambda error: {"mae": over_a_normalised_mask(error)},
+    "mean times its share": lambda error: {"mae": error.abs().mean() * (4 / (error.abs() > 0.5).sum())},
+    "sum by einsum": lambda error: {"sse": torch.einsum("bi,bi->", error, error)},
+    "numpy": lambda error: {"norm": numpy.linalg.norm(error.numpy())},
+    "pairs of rows": lambda error: {"loss": contrastive(error)},
+}
+"""What a validation step may return, given the errors of the rows: no means over rows."""
+DO_NOT: dict[str, Callable[[torch.Tensor], Any]] = {
+    "means": lambda error: {"mse": error.square().mean(), "share": (error > 0).float().mean().item()},
+    "constants": lambda error: {"rate": 0.1, "nothing": 0, "unknown": float("nan")},
+    "mean with its weight": lambda error: {
+        "mae": error[error.abs() > 0.5].abs().mean(),
+        "weight": (error.abs() > 0.5).sum(),
+    },
+    "random": lambda error: {"loss": (error + torch.randn_like(error)).square().mean()},
+    "random with a seed": lambda error: {
+        "loss": (error + torch.randn(error.shape, generator=torch.Generator().manual_seed(1))).square().mean()
+    },
+    "cross-entropy and accuracy": lambda error: {
+        "loss": cross_entropy(error.expand(-1, 3), torch.zeros(len(error)).long()),
+        "accuracy": (error > 0).float().mean(),
+    },
+    "normalised rows": lambda error: {"cosine": normalize(error.expand(-1, 3) + 1, dim=1).mean()},
+}
+
+
+def checked(module: TrainModule, rows: Any = ROWS, **arguments: Any) -> FitResult:
+    return Trainer(**{"max_epochs": 1, "progress": False, **arguments}).fit(module, rows, rows, batch_size=4)
+
+
+class Gives(Regression):
+    def __init__(self, metrics: Callable[[torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.metrics = metrics
+        self.seen: list[torch.Tensor] = []
+
+    def validation_step(self, batch: Any) -> Any:
+        self.seen.append(batch[1])
+        return self.metrics(self.layers(batch[0]) - batch[1])
+
+
+@pytest.mark.parametrize("gives", [*DEPEND, *DO_NOT])
+def test_a_metric_that_depends_on_the_batch_size_gets_a_note(gives: str, capsys: pytest.CaptureFixture[str]) -> None:
+    torch.manual_seed(3)
+    checked(Gives((DEPEND | DO_NOT)[gives]))
+    assert capsys.readouterr().err.count(NOTE) == (gives in DEPEND)
+
+
+def test_the_note_names_the_metric_and_its_values(capsys: pytest.CaptureFixture[str]) -> None:
+    class Root(Regression):
+        def validation_step(self, batch: Any) -> Any:
+            return {"mse": batch.square().mean(), "rmse": batch.square().mean().sqrt()}
+
+        def training_step(self, batch: Any) -> Any:
+            return self.layers(batch).square().mean()
+
+    rows = [torch.full((3,), float(row)) for row in (1, 1, 3, 3)]
+    checked(Root(), rows)
+    assert (
+        f"validation_step gives rmse, {NOTE}: 'rmse' of 4 rows is 2.23607, and the mean over two halves of them is 2."
+        in (capsys.readouterr().err)
+    )
+
+
+def in_lists(rows: list[Any]) -> Any:
+    return [row[0] for row in rows], torch.stack([row[1] for row in rows])
+
+
+def named(rows: list[Any]) -> Any:
+    return {
+        "x": torch.stack([row[0] for row in rows]),
+        "y": numpy.stack([row[1] for row in rows]),
+        "name": ["a"] * len(rows),
+    }
+
+
+def with_a_number(rows: list[Any]) -> Any:
+    return *torch.utils.data.default_collate(rows), 1.5
+
+
+@pytest.mark.parametrize(("collate", "notes"), [(None, 1), (in_lists, 1), (named, 1), (with_a_number, 0)])
+def test_batches_of_usual_kinds_are_halved(collate: Any, notes: int, capsys: pytest.CaptureFixture[str]) -> None:
+    class Root(Regression):
+        def training_step(self, batch: Any) -> Any:
+            x, y = (batch["x"], torch.as_tensor(batch["y"])) if isinstance(batch, dict) else batch[:2]
+            return (self.layers(torch.stack(x) if isinstance(x, list) else x) - y).square().mean()
+
+        def validation_step(self, batch: Any) -> Any:
+            return {"rmse": self.training_step(batch).sqrt()}
+
+    Trainer(max_epochs=1, progress=False).fit(Root(), ROWS, ROWS, batch_size=2, collate_fn=collate)
+    assert capsys.readouterr().err.count(NOTE) == notes
+
+
+def test_a_step_that_fails_with_half_a_batch_is_not_compared(capsys: pytest.CaptureFixture[str]) -> None:
+    class Fixed(Regression):
+        def validation_step(self, batch: Any) -> Any:
+            assert len(batch[0]) == 4
+            return {"rmse": (self.layers(batch[0]) - batch[1]).square().mean().sqrt()}
+
+    checked(Fixed())
+    assert NOTE not in capsys.readouterr().err
+
+
+def test_the_comparison_of_halves_leaves_no_trace() -> None:
+    ends = []
+    for number in (0, 2):
+        torch.manual_seed(0)
+        module = Gives(DEPEND["f1"])
+        result = checked(module, max_epochs=2, seed=1, sanity_batches=number)
+        ends.append((result.metrics, weights(module), float(torch.rand(())), len(module.seen)))
+    assert ends[0][0] == ends[1][0]
+    assert equal(ends[0][1], ends[1][1])
+    assert ends[0][2:] == ends[1][2:]
