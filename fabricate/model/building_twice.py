@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import itertools
 import sys
 from collections.abc import Iterator, Mapping
 from types import CodeType, FrameType
@@ -156,7 +157,7 @@ class _InitFunctions(TorchFunctionMode):
 
 
 class _Written(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A context that collects the storages that are written to."""
+    """A context that collects the storages of tensors on the meta device that are written to. Other tensors are not changed in it."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -165,7 +166,9 @@ class _Written(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for argument, value in zip(func._schema.arguments, args, strict=False):
             if isinstance(value, torch.Tensor) and argument.alias_info is not None and argument.alias_info.is_write:
-                self.storages.add(value.untyped_storage()._cdata)
+                if not value.is_meta:
+                    return value
+                self.storages.add(_storage(value))
         return func(*args, **(kwargs or {}))
 
 
@@ -175,7 +178,9 @@ def set_from_around(module: torch.nn.Module, owners: Mapping[int, Any]) -> str:
     transformers model."""
     stored = getattr(module, "_stored", {})
     for block in module.modules():
-        if id(block) not in owners or not any(True for _ in block.children()):
+        if id(block) not in owners or not any(
+            tensor.is_meta for child in block.children() for tensor in _tensors(child)
+        ):
             continue
         # RuntimeError: the rule needs real values
         with _Written() as written, torch.no_grad(), contextlib.suppress(RuntimeError):
@@ -199,6 +204,10 @@ def _meta_tensors(values: Any) -> Iterator[torch.Tensor]:
 def _own(layer: torch.nn.Module) -> dict[str, torch.Tensor]:
     both = {**layer._parameters, **layer._buffers}
     return {key: tensor for key, tensor in both.items() if tensor is not None}
+
+
+def _tensors(layer: torch.nn.Module) -> Iterator[torch.Tensor]:
+    return itertools.chain(layer.parameters(), layer.buffers())
 
 
 def _by_rule(storage: int, frame: FrameType | None) -> bool:

@@ -585,3 +585,40 @@ def test_an_evaluation_means_over_rows_what_is_one_number_per_row() -> None:
         logits = module.layer(torch.stack([row["x"] for row in tokens()]))
     assert metrics["val_first"] == pytest.approx(float(logits[:, 0, 0].mean()), abs=1e-6)
     assert metrics["val_least"] == pytest.approx(float(logits.flatten(1).amin(1).mean()), abs=1e-6)
+
+
+class Nodes(TrainModule):
+    """Graphs of one to four nodes; the loss is a mean over the nodes of a batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(2, 1)
+
+    def training_step(self, batch: Any) -> torch.Tensor:
+        return mse_loss(self.layer(batch["nodes"]), batch["targets"])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+def graphs(rows: list[int]) -> dict[str, Any]:
+    nodes = sum(rows)
+    return {"sizes": torch.tensor(rows), "nodes": torch.randn(nodes, 2), "targets": torch.randn(nodes, 1)}
+
+
+@pytest.mark.parametrize(
+    "sizes", [[2, 2, 4, 4, 1, 2, 3, 3], [1, 2, 2, 2, 3, 3, 4, 4], [2] * 12 + [1, 2], [1, 2] + [2] * 6]
+)
+@pytest.mark.parametrize("split", [1, 2, 4])
+def test_a_mean_over_nodes_gets_one_note_although_one_batch_is_a_multiple_of_its_rows(
+    sizes: list[int], split: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Trainer(max_epochs=2, progress=False, global_batch_size=2 * split).fit(
+        Nodes(), sizes, batch_size=2, shuffle=False, collate_fn=graphs
+    )
+    assert capsys.readouterr().err.count("values for 2 rows and the loss is not a plain cross-entropy") == 1
+
+
+def test_a_mean_over_nodes_gets_no_note_where_all_rows_have_as_many(capsys: pytest.CaptureFixture[str]) -> None:
+    Trainer(max_epochs=2, progress=False).fit(Nodes(), [2] * 8, batch_size=2, shuffle=False, collate_fn=graphs)
+    assert "note: the loss" not in capsys.readouterr().err

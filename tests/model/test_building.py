@@ -428,6 +428,57 @@ def test_a_transformers_model_from_a_configuration_begins_as_transformers_begins
     assert block.attn.c_attn.weight.std().item() == pytest.approx(0.02, rel=0.1)
 
 
+def configurations() -> dict[str, Any]:
+    import transformers
+
+    small = {"num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 16, "intermediate_size": 16}
+    return {
+        "gpt2": transformers.GPT2Config(n_layer=2, n_embd=16, n_head=2, vocab_size=50, n_positions=8),
+        "vit": transformers.ViTConfig(image_size=8, patch_size=4, num_channels=1, **small),
+        "t5": transformers.T5Config(vocab_size=30, d_model=16, d_kv=8, d_ff=16, num_layers=2, num_heads=2),
+    }
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "vit", "t5"])
+@pytest.mark.parametrize("where", ["in __init__", "by hand", "by hand, with a guard"])
+def test_weights_that_a_model_has_before_configure_model_are_kept(kind: str, where: str) -> None:
+    from transformers import AutoModel
+
+    class Model(Base):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = AutoModel.from_config(configurations()[kind]) if where == "in __init__" else None
+
+        def configure_model(self) -> None:
+            if where == "by hand, with a guard" and self.net is not None:
+                return
+            if where != "in __init__":
+                self.net = AutoModel.from_config(configurations()[kind])
+            self.head = torch.nn.Linear(16, 2)
+
+    module = Model()
+    if where != "in __init__":
+        module.configure_model()
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.add_(torch.randn_like(parameter))
+    trained = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    build_model(module, 0)
+    assert trained
+    assert [name for name, tensor in trained.items() if not torch.equal(module.state_dict()[name], tensor)] == []
+
+
+def test_a_model_that_is_replaced_by_one_with_real_tensors_is_named() -> None:
+    class Replaces(Base):
+        def configure_model(self) -> None:
+            self.net = torch.nn.Linear(2, 2)
+            float(self.net.weight.sum())  # which needs real tensors
+
+    module = Replaces()
+    module.configure_model()
+    assert "it replaced weights that were there before, such as net.weight" in build_model(module, 0)
+
+
 def test_layers_that_reset_themselves_are_built_without_memory() -> None:
     assert build_model(GivesValues(""), 0).startswith("built on the meta device")
     assert "layer.0.weight is given values by" in build_model(GivesValues("state"), 0)

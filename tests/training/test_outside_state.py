@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import deque
 from pathlib import Path
 from typing import Any
@@ -219,6 +220,74 @@ def test_what_a_script_changes_of_layers_is_named(
     monkeypatch.setattr(unsaved, "few", ", ".join)
     fit(Layers(), run_dir=tmp_path)
     assert "Layers.drop.p, Layers.norm.momentum" in capsys.readouterr().err
+
+
+class Copies:
+    def __init__(self, network: torch.nn.Module) -> None:
+        self.network = copy.deepcopy(network).requires_grad_(False)
+
+
+class Follows(Callback):
+    """Keeps a copy of the network that follows it, and a network for a metric."""
+
+    def __init__(self) -> None:
+        self.network: Any = None
+        self.judge: Any = None
+
+    def on_fit_start(self, module: Any) -> None:
+        self.network = copy.deepcopy(module.layer)
+
+    def on_step(self, module: Any) -> None:
+        self.judge = self.judge or torch.nn.Linear(3, 1)
+        follow(self.network, module.layer)
+
+
+class Averaging(Regression):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        if how == "object":
+            self.copy = Copies(self.layer)
+        elif how in ("list", "frozen"):
+            self.copies = [copy.deepcopy(self.layer).requires_grad_(False)]
+        elif how == "hidden":
+            self.__dict__["copy"] = copy.deepcopy(self.layer)
+        elif how == "attribute":
+            self.teacher = copy.deepcopy(self.layer).requires_grad_(False)
+
+    def on_step(self) -> None:
+        copies = {"object": lambda: self.copy.network, "list": lambda: self.copies[0], "hidden": lambda: self.copy}
+        if self.how in copies:
+            follow(copies[self.how](), self.layer)
+        elif self.how == "attribute":
+            follow(self.teacher, self.layer)
+
+
+def follow(network: torch.nn.Module, other: torch.nn.Module) -> None:
+    with torch.no_grad():
+        for mine, theirs in zip(network.parameters(), other.parameters(), strict=True):
+            mine.lerp_(theirs, 0.1)
+
+
+@pytest.mark.parametrize(
+    ("how", "named"),
+    [
+        ("object", "Averaging.copy"),
+        ("list", "Averaging.copies"),
+        ("hidden", "Averaging.copy"),
+        ("callback", "Follows.network"),
+        ("frozen", ""),
+        ("attribute", ""),
+    ],
+)
+def test_a_copy_of_the_network_outside_of_the_module_that_follows_it_is_named(
+    how: str, named: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(unsaved, "few", ", ".join)
+    fit(Averaging(how), plugins=[Follows()] if how == "callback" else [], run_dir=tmp_path)
+    (note,) = [line for line in capsys.readouterr().err.splitlines() if "changed since the fit began" in line]
+    names = note.partition(" changed since")[0].removeprefix("note: ").split(", ")
+    assert set(names) - {"Averaging.seen", "Averaging.mean"} == ({named} if named else set())
 
 
 class Order(torch.utils.data.Sampler[int]):

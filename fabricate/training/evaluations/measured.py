@@ -92,8 +92,8 @@ class MeasuredSteps:
         """The metrics of a batch of `rows` rows that are averaged."""
         logged, watch = self._run.module._logged, StepWatch()
         logged.clear()
-        with watch:
-            output = run_step(self._run, batch, self._stage)
+        with watch:  # without the wrappers of plugins, which would count this batch
+            output = self._run.engine.evaluate(self._stage, batch, self._run.now.batch_idx)
         weight: Any = log_output(self._run.module, output, self._stage)
         if weight is None:
             weight = watch.weigh(logged, rows)

@@ -72,7 +72,12 @@ def note_changed(run: Run) -> None:
     if run.run_dir is None:
         return
     held, unset = run.optim.held, _mark(None, set())  # None and a missing attribute count as the same
-    if changed := [name for name, mark in _marks(run).items() if held.get(name, unset) not in (mark, _NAMED)]:
+    marks = _marks(run)
+    # A network that was made since, for a metric for instance, only counts once it changes.
+    held.update(
+        {name: mark for name, mark in marks.items() if type(mark) is _Weights and held.get(name, unset) == unset}
+    )
+    if changed := [name for name, mark in marks.items() if held.get(name, unset) not in (mark, _NAMED)]:
         held.update(dict.fromkeys(changed, _NAMED))
         run.journal.note(
             f"{few(changed)} changed since the fit began but is not in the checkpoint, so a resumed run begins with the value "
@@ -162,9 +167,7 @@ def _numbers(owner: str, layer: torch.nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _counts(value: Any) -> bool:
-    if isinstance(value, torch.nn.Module):
-        return False
-    kinds = torch.Tensor | np.ndarray | Optimizer | LRScheduler
+    kinds = torch.Tensor | np.ndarray | Optimizer | LRScheduler | torch.nn.Module
     return isinstance(value, kinds) or type(value) in (*_PLAIN, *_COLLECTIONS) or is_users(value)
 
 
@@ -174,6 +177,10 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _COLLECTIONS = (list, tuple, dict, set, deque)
 _MOST_ITEMS, _MOST_BYTES = (1000, 50, 0), 2**24
 """The limits of `_mark`: of collections with more items (by depth) only the length is compared, of larger arrays only the shape."""
+
+
+class _Weights(list[Any]):
+    """The fingerprint of a network."""
 
 
 def _marks(run: Run) -> dict[str, Any]:
@@ -197,6 +204,8 @@ def _content(value: Any) -> Any:
     """What of an object can change: the state of an optimizer, the attributes of a scheduler and of an object of the user's class."""
     if isinstance(value, Optimizer):
         return dict(value.state)
+    if isinstance(value, torch.nn.Module):
+        return value
     return vars(value) if isinstance(value, LRScheduler) or is_users(value) else value
 
 
@@ -207,6 +216,8 @@ def _mark(value: Any, saved: set[int], depth: int = 0) -> Any:
         return id(value), None if value.is_inference() or id(value) in saved else value._version
     if isinstance(value, np.ndarray):
         return value.shape, hash(value.tobytes()) if value.nbytes <= _MOST_BYTES and value.dtype != object else None
+    if isinstance(value, torch.nn.Module):  # such as a copy of the network that follows it, outside of the module
+        return _Weights(_mark(tensor, saved, depth) for tensor in (*value.parameters(), *value.buffers()))
     value = value if depth else _content(value)
     if type(value) not in _COLLECTIONS:
         return repr(value) if type(value) in _PLAIN else type(value).__name__

@@ -26,7 +26,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 
 from fabricate.data.batches import Window, rows_of, rows_that_came
-from fabricate.metrics.loss_weight import counted, odd_divisor
+from fabricate.metrics.loss_weight import counted
 from fabricate.metrics.reading import on_device
 from fabricate.training.state.run_state import Run
 from fabricate.training.updates.step_output import (
@@ -37,13 +37,14 @@ from fabricate.training.updates.step_output import (
     check_not_negative,
     check_window,
     note_accumulation,
-    note_divisor,
+    note_rows,
     unpack,
 )
 from fabricate.training.updates.stepping import choose
 
 _MOST_LOOKS = 6
-"""The number of different row counts, including 0 and None, for which a loss is inspected."""
+"""The number of micro-batches after a first window whose loss is inspected, and of different row counts, including 0 and None, after
+them."""
 _NO_WEIGHT = -1000
 """An exponent below all real ones, for a rank whose first micro-batch has the weight 0."""
 
@@ -182,18 +183,28 @@ class Losses:
         self.readers = run.engine.data_world_size
         self.default = run.optim.default
         self.rules: dict[str | None, Rules] = {}
-        self.rows_seen: set[int | None] = {0, None}
+        self._looks = _MOST_LOOKS
+        """How many more micro-batches are inspected, whatever their number of rows."""
+        self._rows_seen: set[int | None] = {0, None}
         """The row counts of the micro-batches whose loss was inspected."""
+        self._noted = False
+        """Whether a note says that the losses seem to be no means over rows; one is enough."""
         # If backward gathers parameters, its first gather would wait for this sum, and the sum for the slowest
         # forward.
         self.sum_beside_backward = not run.engine.strategy.shards_parameters
 
-    def look_at_rows(self, loss: torch.Tensor, rows: int | None) -> None:
-        """Inspect the loss of a micro-batch with a new number of rows: it may be divided by the number of rows of earlier ones. Only for
-        the first few numbers."""
-        self.rows_seen.add(rows)
-        if rows and len(self.rows_seen) <= _MOST_LOOKS and (divisor := odd_divisor(loss, rows)) is not None:
-            note_divisor(self.run, divisor)
+    def look_at(self, loss: torch.Tensor, batch: Any, rows: int | None) -> None:
+        """Inspect the loss of a micro-batch that is weighted by rows, if it is one of the first, or has a new number of rows. One batch may
+        be a multiple of its rows by chance, and a loss may be divided by the rows of earlier batches."""
+        is_new = rows not in self._rows_seen and len(self._rows_seen) < _MOST_LOOKS
+        if rows and not self._noted and (self._looks or is_new):
+            self._looks = max(0, self._looks - 1)
+            self.seen(rows, note_rows(self.run, Made.by(loss, rows_that_came(batch, rows))))
+
+    def seen(self, rows: int | None, noted: bool) -> None:
+        """Record that the loss of a micro-batch of `rows` rows was inspected, and whether there is a note about it."""
+        self._rows_seen.add(rows)
+        self._noted |= noted
 
     def new_rules(self, loss: torch.Tensor, given: Any) -> Rules:
         """The rules for the optimizers of an update, chosen by their first loss."""
@@ -221,8 +232,8 @@ class WindowLosses:
         self.values: list[torch.Tensor] = []
         """Detached, one per micro-batch."""
         self._first: Made | None = None
-        """In the first window of the optimizers of an update: how its last loss was computed. All return values of training_step are
-        checked there."""
+        """In the first window of the optimizers of an update: how its first loss was computed, or the first loss about which there is
+        something to note. All return values of training_step are checked there."""
         self.optimizer: Any = window.turn or losses.default
         """The update that the window makes, a key of `Optimization.updates`; if training_step names it, known from the first loss on."""
         self.rule: Any = None
@@ -259,9 +270,9 @@ class WindowLosses:
         weight, logged_weight = self.rule.weigh(loss, given, batch, rows)
         if self._first is not None:
             self._note_missing_rows(weight, rows)
-            self._losses.rows_seen.add(rows)
-        elif rows not in self._losses.rows_seen and self.rule.source == "rows":
-            self._losses.look_at_rows(loss, rows)
+            self._losses.seen(rows, noted=False)
+        elif self.rule.source == "rows":
+            self._losses.look_at(loss, batch, rows)
         if not self._expected:
             self._expected = self._rows * self._weight_per_row(weight, 1 if rows is None else rows)
         for_backward = self.rule.share(loss, weight, self._expected)
@@ -283,7 +294,8 @@ class WindowLosses:
         check_loss(self._losses.run, loss)
         check_not_negative(given)
         check_logged(self._losses.run, loss)
-        self._first = Made.by(loss, rows_that_came(batch, rows) if rows else None)
+        if self._first is None or not self._first.is_notable():
+            self._first = Made.by(loss, rows_that_came(batch, rows) if rows else None)
         if self.rule is None:
             self._new_rules = self._losses.new_rules(loss, given)
             self._use(self._new_rules)
@@ -318,7 +330,8 @@ class WindowLosses:
         """Scale the gradients of `parameters` to those of the mean over the window. All ranks; does not wait for the device."""
         if self._first is not None:
             is_split = not self._one_micro_batch
-            check_window(self._losses.run, self.rule.source, self.optimizer, self._first, is_split)
+            noted = check_window(self._losses.run, self.rule.source, self.optimizer, self._first, is_split)
+            self._losses.seen(None, noted)
             note_accumulation(self._losses.run, self._first.divisors, self._micro_batches)
             self._losses.rules[self.optimizer] = self._new_rules
         self.total = self.rule.total(self._rows, self._weights)

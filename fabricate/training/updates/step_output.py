@@ -106,6 +106,10 @@ class Made(NamedTuple):
             rows,
         )
 
+    def is_notable(self) -> bool:
+        """Whether the loss seems to be no mean over rows. Waits for the device."""
+        return bool(self.is_sum or self.divisor is not None or self.function or self.part())
+
     def part(self) -> str:
         """The reason why the loss seems to be a mean over something other than rows; "" if there is none. Waits for the device."""
         for has_weights, counted, labels in self.cross_entropies:
@@ -174,9 +178,10 @@ def _same(value: float, loss: torch.Tensor) -> bool:
     return math.isclose(value, loss.item(), rel_tol=1e-6) or value != value
 
 
-def check_window(run: Run, how: str, name: str, made: Made, is_split: bool) -> None:
+def check_window(run: Run, how: str, name: str, made: Made, is_split: bool) -> bool:
     """Check, after the first window of an optimizer, that every rank uses the same rule for the loss and updates the same optimizer.
-    `is_split`: whether the window has several micro-batches or readers. All ranks."""
+    `is_split`: whether the window has several micro-batches or readers. Returns whether there is a note about a loss that is weighted by
+    rows. All ranks."""
     if run.engine.world_size > 1:
         answers = run.engine.gather_json([how, name])
         if any(a != answers[0] for a in answers):
@@ -197,22 +202,21 @@ def check_window(run: Run, how: str, name: str, made: Made, is_split: bool) -> N
             "loss over its micro-batches, which is not the loss of the whole batch, so the update depends on how a global batch is split. "
             "Return the mean itself (the mean squared error, not its square root), or give the whole batch to one rank as one micro-batch"
         )
-    if how == "rows":
-        _note_rows(run, made)
+    return how == "rows" and note_rows(run, made)
 
 
-def _note_rows(run: Run, made: Made) -> None:
-    """Note a loss that is weighted by rows but is probably a mean over something else, or no mean."""
+def note_rows(run: Run, made: Made) -> bool:
+    """Note a loss that is weighted by rows but is probably a mean over something else, or no mean; returns whether it is."""
     if made.is_sum:
         run.journal.note(
             f"the loss is, or contains, a sum over the batch (its last operation is {made.operation}), but is treated as a mean, "
             "so the size of an update depends on the number of rows of a micro-batch. Return the mean, for example with "
             "reduction='mean'"
         )
-        return
+        return True
     if made.divisor is not None:
-        note_divisor(run, made.divisor)
-        return
+        _note_divisor(run, made.divisor)
+        return True
     shape = several_labels(run.now.batch)
     why = f"a batch holds whole numbers of the shape {shape}, several per row," if shape is not None else made.part()
     leading = leading_dimensions(run.now.batch)
@@ -222,12 +226,13 @@ def _note_rows(run: Run, made: Made) -> None:
             "rows,"
         )
     if not why:
-        return
+        return False
     run.journal.note(
         f"{why} and the loss is not a plain cross-entropy (it comes from {made.operation}), so this loss is weighted by "
         "the number of rows of its batch. Where rows have unequal numbers of labels, return {'loss': loss, 'weight': the number that "
         "the mean was taken over} from training_step, and a weight with the metrics of validation_step"
     )
+    return True
 
 
 _ACCUMULATION = re.compile("(?i:accum.*(step|grad|batch|iter)|grad.*accum|acc_?steps)|^ACC(UM)?$")
@@ -246,7 +251,7 @@ def note_accumulation(run: Run, divisors: list[float], micro_batches: int) -> No
         )
 
 
-def note_divisor(run: Run, divisor: float) -> None:
+def _note_divisor(run: Run, divisor: float) -> None:
     """Note a loss that is a sum over its batch, divided by a number other than that of its rows."""
     run.journal.note(
         f"the loss divides a sum over its batch by {divisor:g}, but the batch has another number of rows. It is treated as a mean "
