@@ -135,6 +135,13 @@ class FP16(Precision):
         return {"loss scaling": f"dynamic from {self.init_scale:g}; one wait for the device per update"}
 
 
+def compensates(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether `optimizer` makes up for the rounding of bfloat16 weights."""
+    stochastic = getattr(optimizer, "bf16_stochastic_round", False) is True  # torchao's name for it
+    # `kahan_sum` is an option of optimi.
+    return stochastic or all(group.get("kahan_sum", False) in (True, None) for group in optimizer.param_groups)
+
+
 @dataclasses.dataclass(eq=False)
 class BF16True(Precision):
     """Parameters, gradients and optimizer state in bfloat16, in half the memory. Computes like "bf16".
@@ -175,10 +182,7 @@ class BF16True(Precision):
         self._before = {}
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> Iterable[str]:
-        stochastic = getattr(optimizer, "bf16_stochastic_round", False) is True  # torchao's name for it
-        # `kahan_sum` is an option of optimi.
-        kahan = all(group.get("kahan_sum", False) in (True, None) for group in optimizer.param_groups)
-        if not (stochastic or kahan):
+        if not compensates(optimizer):
             yield (
                 f"precision='bf16-true': {type(optimizer).__name__} loses updates that are small compared with their weights. "
                 "Use an optimizer that compensates "

@@ -42,6 +42,7 @@ from fabricate.optim.optimizers import (
     read_optimizers,
 )
 from fabricate.optim.pace import notes_of_pace
+from fabricate.precisions.builtin import compensates
 from fabricate.registry.registry import own_version
 from fabricate.registry.validation import reasons
 from fabricate.seeding import derive_seed, seed_everything
@@ -174,6 +175,7 @@ def _configure_optimizers(run: Run) -> None:
     optim.configured, optim.plugin_options = configured(optim.optimizers, optim.schedules), dict(plugin_options(run))
     run.notes.extend(leave_out_frozen(optim.optimizers))
     run.notes.extend(notes_of_untrained(module, optim.optimizers))
+    run.notes.extend(_notes_of_rounding(run))
     if run.calls.train_step is None:  # a plugin that takes the place of training_step may run backward in it
         check_scaling(module)
         run.notes.extend(notes_of_clipping(module))
@@ -184,6 +186,23 @@ def _configure_optimizers(run: Run) -> None:
         parameter.grad = None  # a gradient may be left from a window that failed
     take_groups(run)
     _note_several(run)
+
+
+def _notes_of_rounding(run: Run) -> Iterator[str]:
+    """Notes about optimizers whose updates are rounded to 16 bits, because the script loaded the weights so."""
+    precision = run.engine.precision.name
+    if run.engine.strategy.scales_loss:  # DeepSpeed keeps float32 weights of its own beside those of the module
+        return
+    for optimizer in run.optim.optimizers.values():
+        trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+        rounded = [p for p in trained if p.dtype in (torch.bfloat16, torch.float16)]
+        if rounded and precision != "bf16-true" and not compensates(optimizer):
+            dtype = str(rounded[0].dtype).removeprefix("torch.")
+            yield (
+                f"{len(rounded)} of {len(trained)} trained parameters are {dtype}, as the script made or loaded them, and precision="
+                f"{precision!r} leaves them so: small updates by {type(optimizer).__name__} are lost when a weight is rounded. "
+                "Load them in float32 (from_pretrained(..., dtype=torch.float32)); or use precision='bf16-true' and an optimizer for it"
+            )
 
 
 def _note_several(run: Run) -> None:

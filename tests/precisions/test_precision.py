@@ -120,6 +120,34 @@ def test_an_optimizer_whose_compensation_is_off_is_refused() -> None:
         fit(Net(lambda p: optimi.AdamW(p, lr=0.1, kahan_sum=False)), "bf16-true")
 
 
+@pytest.mark.parametrize(
+    ("precision", "frozen", "optimizer", "noted"),
+    [
+        ("bf16", False, torch.optim.AdamW, True),
+        ("fp32", False, lambda p: torch.optim.SGD(p, lr=0.1), True),
+        ("bf16", False, lambda p: optimi.AdamW(p, lr=0.1), False),
+        ("bf16-true", False, lambda p: optimi.AdamW(p, lr=0.1), False),
+        ("bf16", True, torch.optim.AdamW, False),
+    ],
+)
+def test_weights_that_a_script_made_in_bfloat16_get_a_note(
+    precision: str, frozen: bool, optimizer: Optimizer, noted: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    module = Net(optimizer)
+    module.layers[3].to(torch.bfloat16)
+    module.layers[3].requires_grad_(not frozen)
+    if precision == "fp32":
+        module.layers[2] = Narrows()
+    fit(module, precision)
+    text = f"2 of 6 trained parameters are bfloat16, as the script made or loaded them, and precision={precision!r} leaves them so"
+    assert (text in capsys.readouterr().out) == noted
+
+
+class Narrows(torch.nn.Tanh):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(input).bfloat16()
+
+
 def test_pure_bfloat16_keeps_everything_in_it_and_gives_float32_back(tmp_path: Path) -> None:
     module = Net()
     fit(module, "bf16-true", run_dir=tmp_path)

@@ -72,10 +72,13 @@ class MeasuredSteps:
     def compare_halves(self, batch: Any, item: EvalBatch) -> None:
         """Note metrics of `batch`, the copy of `item` on the device, that are not the weighted means of the metrics of its halves. Once,
         with the first batch that can be halved. This rank only; afterwards the module is as before."""
-        rows, engine = _rows_seen(item), self._run.engine
-        if self._noted or self._compared or rows is None or rows < 2 or engine.strategy.name not in ("single", "ddp"):
+        rows, run = _rows_seen(item), self._run
+        if self._noted or self._compared or rows is None or rows < 2:
             return
-        order, restore = list(range(rows)), restorable(self._run.module)
+        # A sharded model runs on all ranks together; a plugin that wraps steps would count further ones.
+        if run.engine.strategy.name not in ("single", "ddp") or run.calls.eval_step is not None:
+            return
+        order, restore = list(range(rows)), restorable(run.module)
         orders = (order[: rows // 2], order[rows // 2 :], order[::-1], order)
         try:
             with torch.compiler.set_stance("force_eager"):
@@ -84,7 +87,7 @@ class MeasuredSteps:
             return
         finally:
             restore()
-            self._run.module._logged.clear()
+            run.module._logged.clear()
         self._compared = True
         self._note(_about_halves(self._stage, rows, *halves_and_wholes))
 
@@ -92,7 +95,7 @@ class MeasuredSteps:
         """The metrics of a batch of `rows` rows that are averaged."""
         logged, watch = self._run.module._logged, StepWatch()
         logged.clear()
-        with watch:  # without the wrappers of plugins, which would count this batch
+        with watch:
             output = self._run.engine.evaluate(self._stage, batch, self._run.now.batch_idx)
         weight: Any = log_output(self._run.module, output, self._stage)
         if weight is None:
