@@ -195,7 +195,7 @@ def _is_over_a_part(node: Any, rows: int | None, counts: set[int]) -> bool:
         if rows and elements % rows and (any(map(_is_masked, _near(below))) or _is_selection(selection, elements)):
             return True
         # Other selections usually take one value per row.
-        return _is_masked(selection) or _has_normalised_mask(selection, elements)
+        return _is_masked(selection) or (name == "MeanBackward0" and _has_normalised_mask(selection, elements))
     return name == "DivBackward0" and not (counts and float(node._saved_other) in counts)
 
 

@@ -106,7 +106,7 @@ def _check_optimizer(where: str, name: str, optimizer: torch.optim.Optimizer) ->
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ConfigurationError(
             f"{where}: LBFGS evaluates the loss several times per update, which the loop does not support; choose another "
-            "optimizer"
+            "optimizer, or run LBFGS by hand after the fit"
         )
     _refuse_prepared(f"{where}: optimizer {name!r}", optimizer)
     try:

@@ -279,7 +279,7 @@ def _repeated(run: Run) -> Iterator[str]:
             same = ", and with rows in the same order" if run.source.shuffle else ""
             yield (
                 "this module is fitted for the third time on data of this length. Each fit begins with new optimizers and schedules"
-                f"{same}: to train for several epochs, call fit once with max_epochs"
+                f"{same}. To train for several epochs, call fit once with max_epochs; for folds or rounds that is as it should be"
             )
 
 

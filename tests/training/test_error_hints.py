@@ -344,3 +344,16 @@ def test_the_end_of_an_evaluation_does_not_touch_a_device_that_failed(monkeypatc
     with pytest.raises(torch.AcceleratorError, match="device-side assert"):
         Trainer(max_steps=1, progress=False).validate(module, rows(), batch_size=2)
     assert touched == []
+
+
+def test_a_derivative_in_an_evaluation_is_explained() -> None:
+    class Physics(Net):
+        def validation_step(self, batch: Any) -> dict[str, Any]:
+            x = batch[0].requires_grad_()
+            (slope,) = torch.autograd.grad(self.last(self.first(x)).sum(), x)
+            return {"loss": slope.square().mean()}
+
+    with pytest.raises(RuntimeError) as caught:
+        Trainer(max_steps=1, progress=False).validate(Physics(), rows(), batch_size=2)
+    assert "evaluations run without gradients" in "".join(caught.value.__notes__)
+    assert "with torch.enable_grad()" in "".join(caught.value.__notes__)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import collections
 import copy
+import types
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -288,6 +291,79 @@ def test_a_copy_of_the_network_outside_of_the_module_that_follows_it_is_named(
     (note,) = [line for line in capsys.readouterr().err.splitlines() if "changed since the fit began" in line]
     names = note.partition(" changed since")[0].removeprefix("note: ").split(", ")
     assert set(names) - {"Averaging.seen", "Averaging.mean"} == ({named} if named else set())
+
+
+class Slots:
+    __slots__ = ("number",)
+
+    def __init__(self) -> None:
+        self.number = 0.0
+
+
+class Nested:
+    def __init__(self) -> None:
+        self.inside = types.SimpleNamespace(memory=Slots(), around=self)
+
+
+HOLDERS: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
+    "Counter": (collections.Counter, lambda it: it.update(a=1)),
+    "defaultdict": (lambda: collections.defaultdict(float), lambda it: it.update(a=it["a"] + 1)),
+    "OrderedDict of tensors": (lambda: torch.nn.Linear(2, 1).state_dict(), lambda it: it["bias"].add_(1)),
+    "SimpleNamespace": (lambda: types.SimpleNamespace(n=0.0), lambda it: setattr(it, "n", it.n + 1)),
+    "slots": (Slots, lambda it: setattr(it, "number", it.number + 1)),
+    "object in an object": (Nested, lambda it: setattr(it.inside.memory, "number", it.inside.memory.number + 1)),
+    "list three deep": (lambda: {"x": {"y": [0.0]}}, lambda it: it["x"]["y"].append(1.0)),
+    "300 tensors in an object": (
+        lambda: types.SimpleNamespace(shadow={n: torch.zeros(1) for n in range(300)}),
+        lambda it: it.shadow[250].add_(1),
+    ),
+}
+"""What a module may hold, and how it changes there."""
+
+
+@pytest.mark.parametrize("changes", [True, False])
+@pytest.mark.parametrize("kind", HOLDERS)
+def test_state_in_any_container_or_object_is_named_once_it_changes(
+    kind: str, changes: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make, change = HOLDERS[kind]
+
+    class Holds(TrainModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.held = torch.nn.Linear(3, 1), make()
+
+        def training_step(self, batch: Any) -> torch.Tensor:
+            return torch.nn.functional.mse_loss(self.layer(batch[0]), batch[1])
+
+        def on_step(self) -> None:
+            if changes:
+                change(self.held)
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=1e-3)
+
+    fit(Holds(), run_dir=tmp_path)
+    assert ("note: Holds.held changed since the fit began" in capsys.readouterr().err) == changes
+
+
+def test_a_plugin_that_saves_itself_is_not_named_where_another_one_holds_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Saves(Counting):
+        def on_save(self, state: dict[str, Any]) -> None:
+            state["steps"] = self.steps
+
+    class Reads(Callback):
+        def __init__(self, other: Any) -> None:
+            self.others = {"counting": other}
+
+        def on_step(self) -> None:
+            assert self.others["counting"].steps
+
+    saves = Saves()
+    fit(Saving(), plugins=[saves, Reads(saves)], run_dir=tmp_path)
+    assert "changed since the fit began" not in capsys.readouterr().err
 
 
 class Order(torch.utils.data.Sampler[int]):

@@ -675,9 +675,9 @@ def test_a_loop_over_fit_is_told_that_each_fit_begins_anew(capsys: pytest.Captur
         return lines
 
     (note,) = notes([4, 4, 4, 4])
-    assert "Each fit begins with new optimizers and schedules, and with rows in the same order: to train" in note
+    assert "Each fit begins with new optimizers and schedules, and with rows in the same order. To train" in note
     (note,) = notes([4, 4, 4], shuffle=False)
-    assert "Each fit begins with new optimizers and schedules: to train for several epochs, call fit once" in note
+    assert "Each fit begins with new optimizers and schedules. To train for several epochs, call fit once" in note
     assert notes([4, 4, 6, 6]) == []
 
 

@@ -60,6 +60,11 @@ def _of_torch(run: Run, exc: RuntimeError, text: str) -> str:
             "the loop calls backward on the loss that training_step returns; leave out a backward of your own, and detach() what is "
             "kept from one batch to the next"
         )
+    if "does not require grad" in text and run.now.stage != "train":
+        return (
+            "evaluations run without gradients. A step that needs derivatives of its outputs, as of a differential equation, computes them "
+            "under `with torch.enable_grad():`, from inputs with requires_grad_()"
+        )
     if isinstance(exc, NotImplementedError) and "Sparse" in text:
         return (
             "sparse gradients, those of an Embedding(sparse=True), have no norm that fabricate can compute; leave out "

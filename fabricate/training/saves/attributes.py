@@ -9,7 +9,7 @@ import sysconfig
 from collections import deque
 from collections.abc import Callable, Iterable
 from functools import partial
-from types import FunctionType, ModuleType
+from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -151,6 +151,14 @@ def is_users(value: object) -> bool:
     if isinstance(value, type | ModuleType) or not hasattr(value, "__dict__"):
         return False
     return _is_users_module(type(value).__module__)
+
+
+def variables(value: object) -> dict[str, Any] | None:
+    """The attributes of an object of the user's class, or of a SimpleNamespace, those in `__slots__` included; None for other objects."""
+    slots = [slot for kind in type(value).__mro__ for slot in vars(kind).get("__slots__", ()) if slot != "__dict__"]
+    if not isinstance(value, SimpleNamespace) and not (slots and _is_users_module(type(value).__module__)):
+        return vars(value) if is_users(value) else None
+    return {**getattr(value, "__dict__", {}), **{slot: getattr(value, slot) for slot in slots if hasattr(value, slot)}}
 
 
 def _is_users_module(name: str) -> bool:

@@ -21,7 +21,7 @@ from fabricate.module import overrides
 from fabricate.optim.optimizers import inner_optimizers
 from fabricate.optim.schedules import captured
 from fabricate.seeding import is_generator
-from fabricate.training.saves.attributes import LIBRARIES, OURS, is_users
+from fabricate.training.saves.attributes import LIBRARIES, OURS, variables
 from fabricate.training.state.run_state import Run
 
 
@@ -71,7 +71,7 @@ def note_changed(run: Run) -> None:
         )
     if run.run_dir is None:
         return
-    held, unset = run.optim.held, _mark(None, set())  # None and a missing attribute count as the same
+    held, unset = run.optim.held, repr(None)  # None and a missing attribute count as the same
     marks = _marks(run)
     # A network that was made since, for a metric for instance, only counts once it changes.
     held.update(
@@ -168,15 +168,18 @@ def _numbers(owner: str, layer: torch.nn.Module) -> Iterator[tuple[str, Any]]:
 
 def _counts(value: Any) -> bool:
     kinds = torch.Tensor | np.ndarray | Optimizer | LRScheduler | torch.nn.Module
-    return isinstance(value, kinds) or type(value) in (*_PLAIN, *_COLLECTIONS) or is_users(value)
+    return isinstance(value, (kinds, *_COLLECTIONS)) or type(value) in _PLAIN or variables(value) is not None
 
 
 _NAMED = object()
 """Marks a value that a note has already named."""
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _COLLECTIONS = (list, tuple, dict, set, deque)
-_MOST_ITEMS, _MOST_BYTES = (1000, 50, 0), 2**24
-"""The limits of `_mark`: of collections with more items (by depth) only the length is compared, of larger arrays only the shape."""
+_MOST_ITEMS, _DEEPEST = 20_000, 6
+"""The limits of a fingerprint: of a collection with which it would have more items, or that is deeper inside, only the length is
+compared."""
+_MOST_BYTES = 2**24
+"""Of larger arrays, only the shape is compared."""
 
 
 class _Weights(list[Any]):
@@ -185,9 +188,12 @@ class _Weights(list[Any]):
 
 def _marks(run: Run) -> dict[str, Any]:
     """A fingerprint of each value that no checkpoint holds."""
-    saved = {id(tensor) for tensor in (*run.module.parameters(), *run.module.buffers())}
-    returned = {id(optimizer) for optimizer in run.optim.optimizers.values()} | _schedulers(run)
-    return {name: _mark(value, saved) for name, value in _held(run) if _counts(value) and id(value) not in returned}
+    tensors = (*run.module.parameters(), *run.module.buffers())
+    plugins = (plugin for _, plugin in run.calls.manager.list_name_plugin())
+    saved = {id(each) for each in (*tensors, *run.optim.optimizers.values(), *plugins)} | _schedulers(run)
+    return {
+        name: _Fingerprint(saved).of(value) for name, value in _held(run) if _counts(value) and id(value) not in saved
+    }
 
 
 def _schedulers(run: Run) -> set[int]:
@@ -200,29 +206,46 @@ def _schedulers(run: Run) -> set[int]:
     return ids
 
 
-def _content(value: Any) -> Any:
-    """What of an object can change: the state of an optimizer, the attributes of a scheduler and of an object of the user's class."""
+class _Fingerprint:
+    """Makes a fingerprint of a value that differs after the value, or something inside it, has changed."""
+
+    def __init__(self, saved: set[int]) -> None:
+        """`saved`: the ids of what checkpoints hold, whose content does not count, because a plugin may keep a list of the parameters."""
+        self._saved = saved
+        self._left = _MOST_ITEMS
+        self._open: set[int] = set()
+        """The ids of the values around the current one, to which it may refer."""
+
+    def of(self, value: Any) -> Any:
+        """The fingerprint of `value`."""
+        if isinstance(value, torch.Tensor):
+            changes = not value.is_inference() and id(value) not in self._saved
+            return id(value), value._version if changes else None
+        if isinstance(value, np.ndarray):
+            return value.shape, hash(value.tobytes()) if value.nbytes <= _MOST_BYTES and value.dtype != object else None
+        if isinstance(value, torch.nn.Module):  # such as a copy of the network that follows it, outside of the module
+            return _Weights(map(self.of, (*value.parameters(), *value.buffers())))
+        if type(value) in _PLAIN:
+            return repr(value)
+        items = None if id(value) in self._saved | self._open else _items(value)
+        if items is None:
+            return type(value).__name__
+        if len(items) > self._left or len(self._open) == _DEEPEST:
+            return len(items)
+        self._left -= len(items)
+        self._open.add(id(value))
+        marks = list(map(self.of, items))
+        self._open.remove(id(value))
+        return sorted(map(repr, marks)) if isinstance(value, set) else marks
+
+
+def _items(value: Any) -> list[Any] | None:
+    """What of an object can change: the items of a collection, the state of an optimizer, the attributes of a scheduler and of an object of
+    the user's class. None for other objects."""
     if isinstance(value, Optimizer):
-        return dict(value.state)
-    if isinstance(value, torch.nn.Module):
-        return value
-    return vars(value) if isinstance(value, LRScheduler) or is_users(value) else value
-
-
-def _mark(value: Any, saved: set[int], depth: int = 0) -> Any:
-    """A fingerprint of a value that differs after the value, or something inside it, has changed. `saved`: the ids of the tensors that
-    checkpoints hold, whose content does not count, because a plugin may keep a list of the parameters."""
-    if isinstance(value, torch.Tensor):
-        return id(value), None if value.is_inference() or id(value) in saved else value._version
-    if isinstance(value, np.ndarray):
-        return value.shape, hash(value.tobytes()) if value.nbytes <= _MOST_BYTES and value.dtype != object else None
-    if isinstance(value, torch.nn.Module):  # such as a copy of the network that follows it, outside of the module
-        return _Weights(_mark(tensor, saved, depth) for tensor in (*value.parameters(), *value.buffers()))
-    value = value if depth else _content(value)
-    if type(value) not in _COLLECTIONS:
-        return repr(value) if type(value) in _PLAIN else type(value).__name__
-    if len(value) > _MOST_ITEMS[depth]:
-        return len(value)
-    items = [*value, *value.values()] if type(value) is dict else value
-    marks = [_mark(each, saved, depth + 1) for each in items]
-    return sorted(map(repr, marks)) if type(value) is set else marks
+        value = dict(value.state)
+    elif isinstance(value, LRScheduler):
+        value = vars(value)
+    elif not isinstance(value, _COLLECTIONS):
+        value = variables(value)
+    return [*value, *value.values()] if isinstance(value, dict) else None if value is None else list(value)

@@ -78,7 +78,9 @@ class EMA(Callback):
         self._show(average=self._complete)
 
     def on_complete(self, module: TrainModule) -> None:
-        module.print("ema: RUN_DIR/model/ and validations use the average; the module gets the trained weights back")
+        module.print(
+            "ema: RUN_DIR/model/ and the validations of this fit use the average; the module gets the trained weights back"
+        )
         self._complete = True
         self._show(average=True)
 
