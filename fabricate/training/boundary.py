@@ -139,6 +139,7 @@ def _validate(run: Run, epoch: int) -> None:
 
 def _report(run: Run, first: FirstUpdate, wanted: Wanted, epoch: int, norm: torch.Tensor | None, last: bool) -> None:
     """Log if that is due. `last`: whether this is the last update of an epoch or of the fit, whose loss is always checked."""
+    run.journal.last_norm = None if wanted.log else norm
     if wanted.log:
         begin_line(run, norm, epoch)
         if last or wanted.evaluate or not may_wait(run):

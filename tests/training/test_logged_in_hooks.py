@@ -40,6 +40,20 @@ def logging_in(hook: str) -> Regression:
     return module
 
 
+@pytest.mark.parametrize("steps", [6, 7, 8, 10])
+def test_the_last_line_has_the_norm_of_the_last_update(steps: int, tmp_path: Path) -> None:
+    norms: list[float] = []
+
+    class Norms(Callback):
+        def on_step(self, grad_norm: torch.Tensor) -> None:
+            norms.append(float(grad_norm))
+
+    result = fit(None, Norms(), max_steps=steps, log_every=5, max_grad_norm=1.0, run_dir=tmp_path)
+    assert result.metrics["grad_norm"] == pytest.approx(norms[-1])
+    logged = [(step, value) for stage, step, _, value in lines(tmp_path, "grad_norm") if stage == "train"]
+    assert logged == [(step, pytest.approx(norms[step - 1])) for step in sorted({*range(5, steps + 1, 5), steps})]
+
+
 @pytest.mark.parametrize("hook", ["on_epoch_start", "on_accumulate", "on_before_step", "on_step", "on_epoch_end"])
 def test_what_a_hook_logs_belongs_to_its_epoch(hook: str, tmp_path: Path) -> None:
     fit(logging_in(hook), max_steps=None, max_epochs=3, log_every=4, run_dir=tmp_path)

@@ -105,7 +105,7 @@ def log_rest(run: Run) -> None:
     """Write the metrics since the last line at the end of a fit. Call it after the last save, so that a fit which continues from there logs
     as if it had not ended. All ranks."""
     progress = run.progress
-    begin_line(run, None, progress.epoch - (progress.position == 0 and progress.epoch > 0), rest=True)
+    begin_line(run, run.journal.last_norm, progress.epoch - (progress.position == 0 and progress.epoch > 0), rest=True)
     write_line(run)
 
 

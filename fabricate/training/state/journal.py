@@ -14,6 +14,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
+import torch
+
 from fabricate.distributed.engine import Engine
 from fabricate.errors import FabricateError
 from fabricate.metrics.counters import Progress, Tokens
@@ -53,6 +55,8 @@ class Journal:
         """The bytes that a rank holds on its device according to the plan, without activations."""
         self.begun: Begun | None = None
         """A line that is not written yet."""
+        self.last_norm: torch.Tensor | None = None
+        """The norm of the gradients of the last update, if it had no line; for the line at the end of the fit."""
         self.latest: dict[str, float] = {}
         """The last known value of every metric."""
         self.validated: frozenset[str] = frozenset()
