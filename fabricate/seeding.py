@@ -48,6 +48,15 @@ def rng_state() -> dict[str, Any]:
     return state
 
 
+def has_drawn(state: Mapping[str, Any]) -> bool:
+    """Whether a global generator has drawn numbers, or was seeded, since `rng_state` returned `state`."""
+    now = rng_state()
+    _, numbers, *rest = state["numpy"]
+    _, numbers_now, *rest_now = now["numpy"]
+    same = state["python"] == now["python"] and numpy.array_equal(numbers, numbers_now) and rest == rest_now
+    return not same or any(name in state and not torch.equal(state[name], now[name]) for name in ("torch", "cuda"))
+
+
 def set_rng_state(state: Mapping[str, Any]) -> None:
     """Restore the generators to a state from `rng_state`."""
     random.setstate(state["python"])

@@ -55,6 +55,10 @@ DO_NOT: dict[str, Callable[[torch.Tensor], Any]] = {
         "weight": (error.abs() > 0.5).sum(),
     },
     "random": lambda error: {"loss": (error + torch.randn_like(error)).square().mean()},
+    "random, and almost the same": lambda error: {
+        "loss": error.square().mean().sqrt() + 1e-9 * torch.rand(()),
+        "more": error.abs().mean().sqrt() + 1e-9 * numpy.random.rand(),
+    },
     "random with a seed": lambda error: {
         "loss": (error + torch.randn(error.shape, generator=torch.Generator().manual_seed(1))).square().mean()
     },

@@ -16,6 +16,7 @@ from fabricate.errors import ConfigurationError, few
 from fabricate.metrics.step_watch import StepWatch
 from fabricate.metrics.torchmetrics_objects import snapshot_torchmetrics
 from fabricate.module import STEPS, TrainModule
+from fabricate.seeding import has_drawn, rng_state
 from fabricate.training.evaluations.evaluated import prefix_of
 from fabricate.training.saves.attributes import remembered
 from fabricate.training.state.run_state import Run
@@ -79,6 +80,7 @@ class MeasuredSteps:
         if run.engine.strategy.name not in ("single", "ddp") or run.calls.eval_step is not None:
             return
         order, restore = list(range(rows)), restorable(run.module)
+        generators = rng_state()
         orders = (order[: rows // 2], order[rows // 2 :], order[::-1], order)
         try:
             with torch.compiler.set_stance("force_eager"):
@@ -89,7 +91,8 @@ class MeasuredSteps:
             restore()
             run.module._logged.clear()
         self._compared = True
-        self._note(_about_halves(self._stage, rows, *halves_and_wholes))
+        if not has_drawn(generators):
+            self._note(_about_halves(self._stage, rows, *halves_and_wholes))
 
     def _measure(self, batch: Any, rows: int) -> dict[str, _Mean]:
         """The metrics of a batch of `rows` rows that are averaged."""
@@ -204,7 +207,7 @@ def _about_halves(
     whole: dict[str, _Mean],
 ) -> str:
     """A note about metrics of a batch of `rows` rows that are not the weighted means over its halves, `one` and `other`; "" if there are
-    none. A metric that differs in `turned`, where the rows have another order, is random and is not compared."""
+    none. A metric that differs in `turned`, where the rows have another order, has random numbers in it and is not compared."""
     differing = {}
     for name in whole.keys() & turned.keys() & one.keys() & other.keys():
         halves, value = (one[name], other[name]), whole[name].value
