@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import json
 import sys
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -173,13 +174,16 @@ def build_model(module: TrainModule, seed: int) -> str:
     try:
         with Origins() as origins:
             note = build_on_meta(module)
-        if _ran_before(module, had):
+        lost = (
+            "" if overrides(module, "init_weights") else origins.lost(module, _owners(module))
+        )  # it would overwrite them
+        if not lost and _ran_before(module, had):
             before.restore()
             object.__setattr__(module, "_built", True)
-            return "configure_model had run before, so the weights are those that it made then"
-        needs = "peft initialises its layers itself" if adapted_models(module) else ""
-        if not overrides(module, "init_weights"):  # which would overwrite lost values anyway
-            needs = needs or origins.lost(module, _owners(module)) or set_from_around(module, _owners(module))
+            return "configure_model only makes layers that the module had before, so these and their weights are kept"
+        needs = "peft initialises its layers itself" if adapted_models(module) else lost
+        if not overrides(module, "init_weights"):
+            needs = needs or set_from_around(module, _owners(module))
     except RuntimeError as exc:  # code that reads or sets values
         note, needs = "", first_line(exc)
     if not needs:
@@ -196,13 +200,12 @@ def build_model(module: TrainModule, seed: int) -> str:
 
 
 def _ran_before(module: torch.nn.Module, had: dict[str, torch.Tensor]) -> bool:
-    """Whether `configure_model` only replaced tensors that the module `had`, by new ones of the same names and shapes: then the script
-    called it by hand and may have loaded weights since. Tensors that it reads from a file are not such ones."""
-    now = dict(_named_tensors(module))
+    """Whether `configure_model` only replaced tensors that the module `had`, by new ones of the same names and shapes without values: then
+    the script called it by hand and may have loaded weights since. Tensors that it reads from a file have values."""
+    now, stored = dict(_named_tensors(module)), getattr(module, "_stored", {})
     new = [tensor for name, tensor in now.items() if had.get(name) is not tensor]
     same = now.keys() == had.keys() and all(now[name].shape == tensor.shape for name, tensor in had.items())
-    stored = getattr(module, "_stored", {})
-    return bool(new) and same and not any(id(tensor) in stored for tensor in new)
+    return bool(new) and same and all(tensor.is_meta and id(tensor) not in stored for tensor in new)
 
 
 def _named_tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -226,7 +229,10 @@ def build_on_meta(module: TrainModule) -> str:
     while True:
         was_imported = "transformers" in sys.modules
         try:
-            with torch.device("meta"), deferred() as loads:
+            with warnings.catch_warnings(), torch.device("meta"), deferred() as loads:
+                warnings.filterwarnings(
+                    "ignore", ".*copying from a non-meta parameter"
+                )  # it runs again with real tensors
                 module.configure_model()
             break
         except RuntimeError:

@@ -468,6 +468,43 @@ def test_weights_that_a_model_has_before_configure_model_are_kept(kind: str, whe
     assert [name for name, tensor in trained.items() if not torch.equal(module.state_dict()[name], tensor)] == []
 
 
+VALUES = torch.full((4, 3), 7.0)
+GIVE: dict[str, Any] = {
+    "parameter": lambda module: setattr(module.net, "weight", torch.nn.Parameter(VALUES.clone())),
+    "from_pretrained": lambda module: setattr(module, "net", torch.nn.Embedding.from_pretrained(VALUES, freeze=False)),
+    "assign": lambda module: module.net.load_state_dict({"weight": VALUES.clone()}, assign=True),
+    "replaced and loaded": lambda module: (
+        setattr(module, "net", torch.nn.Embedding(4, 3)),
+        module.net.load_state_dict({"weight": VALUES}),
+    ),
+    "replaced and filled": lambda module: (
+        setattr(module, "net", torch.nn.Embedding(4, 3)),
+        torch.nn.init.constant_(module.net.weight, 7.0),
+    ),
+    "replaced by a loaded one": lambda module: setattr(module, "net", copy.deepcopy(LOADED)),
+    "in place": lambda module: module.net.weight.data.fill_(7.0),
+}
+"""How `configure_model` may give values to a layer that `__init__` made."""
+LOADED = torch.nn.Embedding.from_pretrained(VALUES)
+
+
+@pytest.mark.parametrize("how", GIVE)
+def test_values_that_configure_model_gives_a_layer_of_init_are_those_that_train(how: str) -> None:
+    class Gives(Base):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = torch.nn.Embedding(4, 3)
+
+        def configure_model(self) -> None:
+            GIVE[how](self)
+
+    module = Gives()
+    Trainer(max_steps=1, progress=False, print_plan="none").validate(
+        module, TensorDataset(torch.ones(4, 1)), batch_size=2
+    )
+    assert torch.equal(module.net.weight, VALUES)
+
+
 def test_a_model_that_is_replaced_by_one_with_real_tensors_is_named() -> None:
     class Replaces(Base):
         def configure_model(self) -> None:

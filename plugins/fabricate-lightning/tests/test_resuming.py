@@ -176,6 +176,25 @@ def test_a_checkpoint_callback_that_was_used_before_leads_to_the_same_run(
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
+def test_a_resumed_model_checkpoint_knows_the_best_score_before_its_checkpoint(
+    tmp_path: Path, recwarn: pytest.WarningsRecorder
+) -> None:
+    began: list[Any] = []
+
+    class Reads(lightning.Callback):
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            began.append(trainer.checkpoint_callback.best_model_score)
+
+    for epochs in (2, 3):
+        callback = ModelCheckpoint(dirpath=str(tmp_path / "run"), monitor="val_loss")
+        fabricate_lightning.Trainer(
+            max_epochs=epochs, callbacks=[callback, Reads()], logger=False, enable_progress_bar=False, accelerator="cpu"
+        ).fit(Classifier(), loader(), loader(), ckpt_path="last")
+    assert began[0] is None
+    assert began[1] > 0
+    assert not [each for each in recwarn if "dirpath has changed" in str(each.message)]
+
+
 class Curriculum(lightning.LightningDataModule):
     """Counts the epochs that it gave data for, and keeps the count in checkpoints."""
 

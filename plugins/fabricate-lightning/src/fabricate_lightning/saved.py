@@ -84,7 +84,9 @@ class Saved:
                 setattr(parts[path], name, value)
         for key, callback in self._callbacks():
             if key in state["callbacks"]:
-                callback.load_state_dict(state["callbacks"][key])
+                # A ModelCheckpoint takes its best score only if the folder is the same; a run has its checkpoints below it.
+                here = {"dirpath": callback.dirpath} if hasattr(callback, "dirpath") else {}
+                callback.load_state_dict(state["callbacks"][key] | here)
         if "datamodule" in state and self._view.datamodule is not None:
             self._view.datamodule.load_state_dict(state["datamodule"])
         self._call("on_load_checkpoint", Checkpoint({**self._where(trainer), **state["added"]}))
