@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +13,7 @@ import torch
 from torch.nn.functional import cross_entropy, normalize
 
 from fabricate import FitResult, Trainer, TrainModule
+from fabricate.testing import run_ranks
 from tests.support.regression import Regression, equal, weights
 
 ROWS = [
@@ -158,3 +161,32 @@ def test_the_comparison_of_halves_leaves_no_trace() -> None:
     assert ends[0][0] == ends[1][0]
     assert equal(ends[0][1], ends[1][1])
     assert ends[0][2:] == ends[1][2:]
+
+
+class Gathers(Regression):
+    """A step that calls a collective by itself, as often on each rank as batches come."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def validation_step(self, batch: Any) -> Any:
+        rows = torch.tensor(len(batch[0]))
+        torch.distributed.all_reduce(rows)
+        return {"rmse": (self.layers(batch[0]) - batch[1]).square().mean().sqrt(), "rows": rows}
+
+
+def on_two_ranks(number: int) -> tuple[str, float]:
+    with contextlib.redirect_stderr(io.StringIO()) as printed:
+        trainer = Trainer(max_epochs=1, progress=False, strategy="ddp", timeout="30 seconds")
+        metrics = trainer.fit(Gathers(), ROWS, ROWS[:number], batch_size=2).metrics
+    return printed.getvalue(), metrics["val_rows"]
+
+
+def both() -> list[tuple[str, float]]:
+    return [on_two_ranks(number) for number in (3, 4)]
+
+
+def test_ranks_compare_halves_together_or_not_at_all() -> None:
+    first, _ = run_ranks(both, 2, timeout=120)
+    assert [(text.count(NOTE), rows) for text, rows in first] == [(0, 3), (1, 4)]

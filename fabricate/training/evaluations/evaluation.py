@@ -168,7 +168,9 @@ def _evaluate_source(run: Run, source: Source, stage: str, most: int | None) -> 
         _keep_outputs(rows, output, item, f"{type(module).__name__}.{STEPS[stage]}")
         metrics.take(module._logged, weight)
         if most is not None:
-            steps.compare_halves(batch, item)
+            steps.keep(batch, item)
+    if most is not None:
+        steps.compare_halves()
     check_first(run, source)
     share_objects(run, metrics)
     return _joined(metrics.finish(), _of_whole_set(run, rows) if rows is not None else {}, prefix)

@@ -36,7 +36,8 @@ class MeasuredSteps:
         self._watch: StepWatch | None = StepWatch()
         self._by_labels = True
         self._other_sizes = {tensor.numel() for tensor in (*run.module.parameters(), *run.module.buffers())}
-        self._noted = self._compared = False
+        self._noted = False
+        self._kept: _Kept | None = None
 
     def run(self, batch: Any) -> Any:
         """The output of the step for one batch on the device."""
@@ -70,29 +71,36 @@ class MeasuredSteps:
             self._noted = True
             self._run.journal.note(text)
 
-    def compare_halves(self, batch: Any, item: EvalBatch) -> None:
-        """Note metrics of `batch`, the copy of `item` on the device, that are not the weighted means of the metrics of its halves. Once,
-        with the first batch that can be halved. This rank only; afterwards the module is as before."""
-        rows, run = _rows_seen(item), self._run
-        if self._noted or self._compared or rows is None or rows < 2:
-            return
+    def keep(self, batch: Any, item: EvalBatch) -> None:
+        """Keep `batch`, the copy of `item` on the device, for `compare_halves`, if it is the first with several rows."""
+        rows = _rows_seen(item)
+        if self._kept is None and rows is not None and rows > 1:
+            self._kept = _Kept(batch, rows, self._run.now.batch_idx)
+
+    def compare_halves(self) -> None:
+        """Note metrics of the kept batch that are not the weighted means of the metrics of its halves. Afterwards the module is as before.
+        All ranks; each compares its own batch, or none does, because a step may call collectives."""
+        run = self._run
         # A sharded model runs on all ranks together; a plugin that wraps steps would count further ones.
         if run.engine.strategy.name not in ("single", "ddp") or run.calls.eval_step is not None:
             return
-        order, restore = list(range(rows)), restorable(run.module)
-        generators = rng_state()
-        orders = (order[: rows // 2], order[rows // 2 :], order[::-1], order)
+        kept, unable = self._kept, self._noted or self._kept is None
+        if run.engine.agree([int(unable)])[0] or kept is None:
+            return
+        order, restore, generators = list(range(kept.rows)), restorable(run.module), rng_state()
+        orders = (order[: kept.rows // 2], order[kept.rows // 2 :], order[::-1], order)
+        run.now.batch, run.now.batch_idx = kept.batch, kept.batch_idx
         try:
             with torch.compiler.set_stance("force_eager"):
-                halves_and_wholes = [self._measure(rows_at(batch, each, rows), len(each)) for each in orders]
+                halves_and_wholes = [self._measure(rows_at(kept.batch, each, kept.rows), len(each)) for each in orders]
         except Exception:  # this batch cannot be halved, or the step fails with a half
             return
         finally:
             restore()
             run.module._logged.clear()
-        self._compared = True
+            run.now.batch = None
         if not has_drawn(generators):
-            self._note(_about_halves(self._stage, rows, *halves_and_wholes))
+            self._note(_about_halves(self._stage, kept.rows, *halves_and_wholes))
 
     def _measure(self, batch: Any, rows: int) -> dict[str, _Mean]:
         """The metrics of a batch of `rows` rows that are averaged."""
@@ -109,6 +117,14 @@ class MeasuredSteps:
             for name, value, own, reduce in logged
             if reduce == "mean"
         }
+
+
+class _Kept(NamedTuple):
+    """A batch on the device."""
+
+    batch: Any
+    rows: int
+    batch_idx: int
 
 
 class _Mean(NamedTuple):
