@@ -31,6 +31,23 @@ def is_generator(value: object) -> bool:
     return isinstance(value, torch.Generator | random.Random | numpy.random.Generator | numpy.random.RandomState)
 
 
+def state_of(generator: Any) -> Any:
+    """The state of a random generator of torch, NumPy or Python."""
+    if isinstance(generator, numpy.random.Generator):
+        return generator.bit_generator.state
+    return generator.getstate() if isinstance(generator, random.Random) else generator.get_state()
+
+
+def set_state_of(generator: Any, state: Any) -> None:
+    """Restore a random generator to a state from `state_of`."""
+    if isinstance(generator, numpy.random.Generator):
+        generator.bit_generator.state = state
+    elif isinstance(generator, random.Random):
+        generator.setstate(state)
+    else:
+        generator.set_state(state)
+
+
 def derive_seed(seed: int, *path: object) -> int:
     """A 32-bit seed that depends only on `seed` and `path` (SHA-256 of their text), not on the world size or the order of calls."""
     return int.from_bytes(hashlib.sha256(repr((seed, *path)).encode()).digest()[:4], "little")
@@ -46,15 +63,6 @@ def rng_state() -> dict[str, Any]:
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         state["cuda"] = torch.cuda.get_rng_state()
     return state
-
-
-def has_drawn(state: Mapping[str, Any]) -> bool:
-    """Whether a global generator has drawn numbers, or was seeded, since `rng_state` returned `state`."""
-    now = rng_state()
-    _, numbers, *rest = state["numpy"]
-    _, numbers_now, *rest_now = now["numpy"]
-    same = state["python"] == now["python"] and numpy.array_equal(numbers, numbers_now) and rest == rest_now
-    return not same or any(name in state and not torch.equal(state[name], now[name]) for name in ("torch", "cuda"))
 
 
 def set_rng_state(state: Mapping[str, Any]) -> None:

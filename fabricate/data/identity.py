@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from types import CodeType, FunctionType
@@ -14,7 +13,7 @@ import torch
 from torch.utils.data import ConcatDataset, StackDataset, Subset, TensorDataset
 
 from fabricate.data.digests import digest
-from fabricate.seeding import is_generator
+from fabricate.seeding import is_generator, state_of
 
 _SAMPLED = 8
 """About how many rows of data in memory a digest covers."""
@@ -76,7 +75,7 @@ def generators(data: Any) -> dict[str, str]:
     named = {name for method in methods if isinstance(method, FunctionType) for name in names_in(method.__code__)}
     attributes = getattr(data, "__dict__", {}).items()
     held = {name: value for name, value in attributes if name in named and is_generator(value)}
-    return {f"{type(data).__name__}.{name}": digest(_state(value)) for name, value in held.items()}
+    return {f"{type(data).__name__}.{name}": digest(state_of(value)) for name, value in held.items()}
 
 
 def names_in(code: CodeType) -> Iterator[str]:
@@ -85,12 +84,6 @@ def names_in(code: CodeType) -> Iterator[str]:
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             yield from names_in(constant)
-
-
-def _state(generator: Any) -> Any:
-    if isinstance(generator, np.random.Generator):
-        return generator.bit_generator.state
-    return generator.getstate() if isinstance(generator, random.Random) else generator.get_state()
 
 
 def _name(entry: Any) -> Any:

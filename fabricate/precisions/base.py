@@ -59,3 +59,10 @@ class Precision(Listener):
     def describe(self) -> dict[str, str]:
         """Lines for the plan, by topic."""
         return {}
+
+
+def compensates(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether `optimizer` makes up for the rounding of bfloat16 weights."""
+    stochastic = getattr(optimizer, "bf16_stochastic_round", False) is True  # torchao's name for it
+    # `kahan_sum` is an option of optimi.
+    return stochastic or all(group.get("kahan_sum", False) in (True, None) for group in optimizer.param_groups)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from fabricate.errors import ConfigurationError
 from fabricate.hooks import hookimpl
-from fabricate.precisions.base import Precision
+from fabricate.precisions.base import Precision, compensates
 
 if TYPE_CHECKING:
     import torch
@@ -133,13 +133,6 @@ class FP16(Precision):
 
     def describe(self) -> dict[str, str]:
         return {"loss scaling": f"dynamic from {self.init_scale:g}; one wait for the device per update"}
-
-
-def compensates(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether `optimizer` makes up for the rounding of bfloat16 weights."""
-    stochastic = getattr(optimizer, "bf16_stochastic_round", False) is True  # torchao's name for it
-    # `kahan_sum` is an option of optimi.
-    return stochastic or all(group.get("kahan_sum", False) in (True, None) for group in optimizer.param_groups)
 
 
 @dataclasses.dataclass(eq=False)

@@ -42,7 +42,7 @@ from fabricate.optim.optimizers import (
     read_optimizers,
 )
 from fabricate.optim.pace import notes_of_pace
-from fabricate.precisions.builtin import compensates
+from fabricate.precisions.base import compensates
 from fabricate.registry.registry import own_version
 from fabricate.registry.validation import reasons
 from fabricate.seeding import derive_seed, seed_everything

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -148,6 +149,38 @@ def test_a_step_that_fails_with_half_a_batch_is_not_compared(capsys: pytest.Capt
             return {"rmse": (self.layers(batch[0]) - batch[1]).square().mean().sqrt()}
 
     checked(Fixed())
+    assert NOTE not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "made", [lambda: torch.Generator().manual_seed(0), lambda: numpy.random.default_rng(0), lambda: random.Random(0)]
+)
+def test_a_generator_of_the_module_is_put_back_and_what_it_draws_is_not_compared(
+    made: Callable[[], Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Draws(Regression):
+        def __init__(self) -> None:
+            super().__init__()
+            self.random = made()
+
+        def draw(self) -> float:
+            if isinstance(self.random, torch.Generator):
+                return float(torch.rand((), generator=self.random))
+            return self.random.random()
+
+        def training_step(self, batch: Any) -> torch.Tensor:
+            return super().training_step(batch) * self.draw()
+
+        def validation_step(self, batch: Any) -> Any:
+            return {"loss": (self.layers(batch[0]) - batch[1]).square().mean().sqrt() + 1e-9 * self.draw()}
+
+    ends = []
+    for number in (0, 2):
+        torch.manual_seed(0)
+        module = Draws()
+        checked(module, sanity_batches=number, seed=1)
+        ends.append(weights(module))
+    assert equal(*ends)
     assert NOTE not in capsys.readouterr().err
 
 

@@ -347,6 +347,15 @@ def test_state_in_any_container_or_object_is_named_once_it_changes(
     assert ("note: Holds.held changed since the fit began" in capsys.readouterr().err) == changes
 
 
+def test_large_data_is_compared_by_shape_and_files_are_not_read(tmp_path: Path) -> None:
+    held = [np.zeros(2**20) for _ in range(50)]
+    fingerprint = unsaved._Fingerprint(set()).of([np.zeros(2**22), *held, np.zeros(3), "a" * 2**25])
+    assert [shape for shape, content in fingerprint[:-1] if content is not None] == [(2**20,), (2**20,), (3,)]
+    assert fingerprint[-1] == 2**25
+    in_file = np.memmap(tmp_path / "rows", dtype=np.uint8, mode="w+", shape=(8,))
+    assert unsaved._Fingerprint(set()).of(in_file) == ((8,), None)
+
+
 def test_a_plugin_that_saves_itself_is_not_named_where_another_one_holds_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

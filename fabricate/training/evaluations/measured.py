@@ -12,11 +12,12 @@ from typing import Any, NamedTuple
 import torch
 
 from fabricate.data.batches import EvalBatch, rows_at, rows_of, rows_that_came, several_labels, visible_rows
+from fabricate.data.digests import digest
 from fabricate.errors import ConfigurationError, few
 from fabricate.metrics.step_watch import StepWatch
 from fabricate.metrics.torchmetrics_objects import snapshot_torchmetrics
 from fabricate.module import STEPS, TrainModule
-from fabricate.seeding import has_drawn, rng_state
+from fabricate.seeding import is_generator, rng_state, state_of
 from fabricate.training.evaluations.evaluated import prefix_of
 from fabricate.training.saves.attributes import remembered
 from fabricate.training.state.run_state import Run
@@ -87,20 +88,23 @@ class MeasuredSteps:
         kept, unable = self._kept, self._noted or self._kept is None
         if run.engine.agree([int(unable)])[0] or kept is None:
             return
-        order, restore, generators = list(range(kept.rows)), restorable(run.module), rng_state()
-        orders = (order[: kept.rows // 2], order[kept.rows // 2 :], order[::-1], order)
+        order, restore, before = list(range(kept.rows)), restorable(run.module), _random_state(run.module)
+        orders = (order, order[: kept.rows // 2], order[kept.rows // 2 :], order[::-1])
         run.now.batch, run.now.batch_idx = kept.batch, kept.batch_idx
         try:
             with torch.compiler.set_stance("force_eager"):
-                halves_and_wholes = [self._measure(rows_at(kept.batch, each, kept.rows), len(each)) for each in orders]
+                whole, one, other, turned = (
+                    self._measure(rows_at(kept.batch, each, kept.rows), len(each)) for each in orders
+                )
         except Exception:  # this batch cannot be halved, or the step fails with a half
             return
         finally:
+            draws = _random_state(run.module) != before
             restore()
             run.module._logged.clear()
             run.now.batch = None
-        if not has_drawn(generators):
-            self._note(_about_halves(self._stage, kept.rows, *halves_and_wholes))
+        if not draws:
+            self._note(_about_halves(self._stage, kept.rows, whole, one, other, turned))
 
     def _measure(self, batch: Any, rows: int) -> dict[str, _Mean]:
         """The metrics of a batch of `rows` rows that are averaged."""
@@ -117,6 +121,12 @@ class MeasuredSteps:
             for name, value, own, reduce in logged
             if reduce == "mean"
         }
+
+
+def _random_state(module: TrainModule) -> str:
+    """A digest of the states of the global generators and of those that `module` or a layer holds."""
+    values = (value for child in module.modules() for value in vars(child).values())
+    return digest([rng_state(), *(state_of(value) for value in values if is_generator(value))])
 
 
 class _Kept(NamedTuple):
@@ -217,10 +227,10 @@ def _about_sums(stage: str, names: list[str]) -> str:
 def _about_halves(
     stage: str,
     rows: int,
+    whole: dict[str, _Mean],
     one: dict[str, _Mean],
     other: dict[str, _Mean],
     turned: dict[str, _Mean],
-    whole: dict[str, _Mean],
 ) -> str:
     """A note about metrics of a batch of `rows` rows that are not the weighted means over its halves, `one` and `other`; "" if there are
     none. A metric that differs in `turned`, where the rows have another order, has random numbers in it and is not compared."""

@@ -17,6 +17,7 @@ import torch
 
 from fabricate.data.identity import names_in
 from fabricate.optim.schedules import captured
+from fabricate.seeding import is_generator, set_state_of, state_of
 
 LIBRARIES = ("torch", "transformers", "torchmetrics", "peft", "datasets", "fabricate", "builtins", "accelerate")
 """Packages whose classes are not the user's, wherever they are installed."""
@@ -79,6 +80,8 @@ class _Memory:
         elif isinstance(value, np.ndarray):
             if value.flags.writeable and self._has_room(value.nbytes):
                 self._undo.append(partial(np.copyto, value, value.copy()))
+        elif is_generator(value):
+            self._undo.append(partial(set_state_of, value, state_of(value)))
         elif isinstance(value, list | dict | set | deque):
             self._undo.append(partial(_refill, value, value.copy()))
             if len(value) <= _MOST_ITEMS:

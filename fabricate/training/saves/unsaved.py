@@ -178,8 +178,8 @@ _COLLECTIONS = (list, tuple, dict, set, deque)
 _MOST_ITEMS, _DEEPEST = 20_000, 6
 """The limits of a fingerprint: of a collection with which it would have more items, or that is deeper inside, only the length is
 compared."""
-_MOST_BYTES = 2**24
-"""Of larger arrays, only the shape is compared."""
+_MOST_BYTES, _SMALL = 2**24, 2**10
+"""Of arrays and texts that are larger together, only the shape or length is compared, except of small ones. Arrays in files are not read."""
 
 
 class _Weights(list[Any]):
@@ -212,7 +212,7 @@ class _Fingerprint:
     def __init__(self, saved: set[int]) -> None:
         """`saved`: the ids of what checkpoints hold, whose content does not count, because a plugin may keep a list of the parameters."""
         self._saved = saved
-        self._left = _MOST_ITEMS
+        self._left, self._bytes = _MOST_ITEMS, _MOST_BYTES
         self._open: set[int] = set()
         """The ids of the values around the current one, to which it may refer."""
 
@@ -222,9 +222,12 @@ class _Fingerprint:
             changes = not value.is_inference() and id(value) not in self._saved
             return id(value), value._version if changes else None
         if isinstance(value, np.ndarray):
-            return value.shape, hash(value.tobytes()) if value.nbytes <= _MOST_BYTES and value.dtype != object else None
+            read = value.dtype != object and not isinstance(value, np.memmap) and self._has_room(value.nbytes)
+            return value.shape, hash(value.tobytes()) if read else None
         if isinstance(value, torch.nn.Module):  # such as a copy of the network that follows it, outside of the module
             return _Weights(map(self.of, (*value.parameters(), *value.buffers())))
+        if isinstance(value, str | bytes) and not self._has_room(len(value)):
+            return len(value)
         if type(value) in _PLAIN:
             return repr(value)
         items = None if id(value) in self._saved | self._open else _items(value)
@@ -237,6 +240,12 @@ class _Fingerprint:
         marks = list(map(self.of, items))
         self._open.remove(id(value))
         return sorted(map(repr, marks)) if isinstance(value, set) else marks
+
+    def _has_room(self, size: int) -> bool:
+        if size > max(self._bytes, _SMALL):
+            return False
+        self._bytes -= size
+        return True
 
 
 def _items(value: Any) -> list[Any] | None:

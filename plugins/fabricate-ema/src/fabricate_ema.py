@@ -78,9 +78,7 @@ class EMA(Callback):
         self._show(average=self._complete)
 
     def on_complete(self, module: TrainModule) -> None:
-        module.print(
-            "ema: RUN_DIR/model/ and the validations of this fit use the average; the module gets the trained weights back"
-        )
+        module.print("ema: RUN_DIR/model/ and this fit's validations use the average, the module the trained weights")
         self._complete = True
         self._show(average=True)
 
