@@ -3,6 +3,7 @@ checkpoints, the loop."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,22 @@ import torch
 
 from fabricate.checkpoint.format import directory as format
 from fabricate.checkpoint.state.logical import export_tensors, whole_chunk
+from fabricate.errors import few
 from fabricate.model.building import adapted_models, pretrained_models
 from fabricate.strategies.base import Strategy
+
+
+def notes_of_export(module: torch.nn.Module) -> Iterator[str]:
+    """A note if `export_model` leaves out parameters, because it writes only the transformers model or the adapter inside `module`."""
+    models, adapters = pretrained_models(module), adapted_models(module)
+    written = adapters if len(adapters) == 1 else models if len(models) == 1 and not adapters else [module]
+    inside = {id(parameter) for model in written for parameter in model.parameters()}
+    if outside := [name for name, parameter in module.named_parameters() if id(parameter) not in inside]:
+        what = "peft adapter" if adapters else f"transformers model {type(written[0]).__name__}"
+        yield (
+            f"RUN_DIR/model/ will hold the {what} alone, without {few(outside)}, which are in checkpoints only. To write them too, define "
+            "export(self, path); `fabricate ckpt export` writes all weights of a checkpoint"
+        )
 
 
 def export_model(module: torch.nn.Module, strategy: Strategy, path: Path, *, main: bool) -> None:

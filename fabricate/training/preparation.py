@@ -30,9 +30,10 @@ from fabricate.distributed.engine import Engine
 from fabricate.distributed.ranks_file import is_written_by, write_ranks
 from fabricate.errors import ConfigurationError, size_text
 from fabricate.model.building import eval_modes
+from fabricate.model.export import notes_of_export
 from fabricate.model.host_memory import host_memory
 from fabricate.model.memory import Need, need, outline
-from fabricate.module import takes_turns
+from fabricate.module import overrides, takes_turns
 from fabricate.optim.configured import configured
 from fabricate.optim.optimizers import (
     configured_optimizers,
@@ -265,6 +266,8 @@ def _plan(run: Run, resolved: Resolved, data: Data) -> Plan:
     engine.prepare_optimizers(optim.optimizers)
     resolved = dataclasses.replace(resolved, seed=(run.source.seed, resolved.seed[1]))
     run.notes.extend([*unsaved_notes(run), *_repeated(run)])
+    if run.run_dir is not None and not overrides(module, "export"):
+        run.notes.extend(notes_of_export(module))
     return make_plan(run.settings, resolved, module, data, optim.optimizers, optim.schedules, run.notes, needed)
 
 

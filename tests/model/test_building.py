@@ -559,3 +559,37 @@ def test_an_error_without_a_word_in_configure_model_stays_what_it_is() -> None:
 
     with pytest.raises(NotImplementedError):
         Trainer(max_steps=1, progress=False).fit(Bare(), TensorDataset(torch.ones(2, 1)), batch_size=1)
+
+
+class Classifies(TrainModule):
+    """A transformers model, and a head that is outside of it if `head` is True."""
+
+    def __init__(self, head: bool) -> None:
+        super().__init__()
+        from transformers import GPT2Config, GPT2Model
+
+        self.body = GPT2Model(GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=20, n_positions=8))
+        self.head = torch.nn.Linear(8, 2) if head else torch.nn.Identity()
+
+    def training_step(self, batch: Any) -> torch.Tensor:
+        return self.head(self.body(batch[0]).last_hidden_state).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class ExportsAll(Classifies):
+    def export(self, path: Path) -> None:
+        (path / "all.txt").write_text(", ".join(self.state_dict()))
+
+
+@pytest.mark.parametrize(
+    ("kind", "head", "notes"), [(Classifies, True, 1), (Classifies, False, 0), (ExportsAll, True, 0)]
+)
+def test_a_head_that_the_exported_model_leaves_out_is_named_before_the_first_step(
+    kind: type[Classifies], head: bool, notes: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = TensorDataset(torch.zeros(4, 3, dtype=torch.long))
+    Trainer(max_steps=1, progress=False, run_dir=tmp_path).fit(kind(head), rows, batch_size=2)
+    text = "RUN_DIR/model/ will hold the transformers model GPT2Model alone, without head.weight, head.bias, which are in checkpoints"
+    assert capsys.readouterr().out.count(text) == notes

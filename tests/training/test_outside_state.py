@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torchmetrics
 
 from fabricate import Callback, ConfigurationError, FitResult, Trainer, TrainModule
 from fabricate.checkpoint.format.directory import Reader
@@ -300,6 +301,13 @@ class Slots:
         self.number = 0.0
 
 
+class OneSlot:
+    __slots__ = "count"
+
+    def __init__(self) -> None:
+        self.count = 0
+
+
 class Nested:
     def __init__(self) -> None:
         self.inside = types.SimpleNamespace(memory=Slots(), around=self)
@@ -312,6 +320,12 @@ HOLDERS: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
     "SimpleNamespace": (lambda: types.SimpleNamespace(n=0.0), lambda it: setattr(it, "n", it.n + 1)),
     "slots": (Slots, lambda it: setattr(it, "number", it.number + 1)),
     "object in an object": (Nested, lambda it: setattr(it.inside.memory, "number", it.inside.memory.number + 1)),
+    "number of numpy": (
+        lambda: types.SimpleNamespace(baseline=np.float64(0)),
+        lambda it: setattr(it, "baseline", it.baseline * 0.9 + 1),
+    ),
+    "frozenset": (lambda: {"seen": frozenset()}, lambda it: it.update(seen=it["seen"] | {len(it["seen"])})),
+    "one slot": (OneSlot, lambda it: setattr(it, "count", it.count + 1)),
     "list three deep": (lambda: {"x": {"y": [0.0]}}, lambda it: it["x"]["y"].append(1.0)),
     "300 tensors in an object": (
         lambda: types.SimpleNamespace(shadow={n: torch.zeros(1) for n in range(300)}),
@@ -354,6 +368,73 @@ def test_large_data_is_compared_by_shape_and_files_are_not_read(tmp_path: Path) 
     assert fingerprint[-1] == 2**25
     in_file = np.memmap(tmp_path / "rows", dtype=np.uint8, mode="w+", shape=(8,))
     assert unsaved._Fingerprint(set()).of(in_file) == ((8,), None)
+
+
+class Difficult:
+    __slots__ = ("inside", "rest")
+
+    def __init__(self) -> None:
+        self.inside = 1
+
+    def __getattr__(self, name: str) -> Any:
+        return {}[name]
+
+
+def test_objects_that_cannot_be_looked_at_do_not_end_a_fit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    class Holds(Regression):
+        def __init__(self) -> None:
+            super().__init__()
+            self.difficult, self.lazy, self.large = Difficult(), [torch.nn.LazyLinear(2)], 10**5000
+
+    fit(Holds(), run_dir=tmp_path)
+    assert "changed since the fit began" in capsys.readouterr().err
+
+
+def test_what_checkpoints_hold_is_not_named_where_a_plugin_refers_to_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Holds(Callback):
+        groups: Any = None
+
+        def on_fit_start(self, trainer: Any) -> None:
+            self.groups = trainer.optimizers["main"].param_groups
+
+        def on_step(self) -> None:
+            for group in self.groups:
+                group["lr"] *= 0.9
+
+    fit(Saving(), plugins=[Holds()], run_dir=tmp_path)
+    assert "changed since the fit began" not in capsys.readouterr().err
+
+
+class Spread(torchmetrics.Metric):
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("largest", torch.zeros(()), dist_reduce_fx="max")
+
+    def update(self, values: torch.Tensor) -> None:
+        self.largest = torch.maximum(self.largest, values.max())
+
+    def compute(self) -> torch.Tensor:
+        return self.largest
+
+
+def test_the_state_of_a_metric_of_the_user_is_not_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    class Measures(TrainModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.spread = torch.nn.Linear(3, 1), Spread()
+
+        def training_step(self, batch: Any) -> torch.Tensor:
+            self.spread.update(batch[1])
+            self.log("spread", self.spread)
+            return torch.nn.functional.mse_loss(self.layer(batch[0]), batch[1])
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=1e-3)
+
+    fit(Measures(), run_dir=tmp_path)
+    assert "changed since the fit began" not in capsys.readouterr().err
 
 
 def test_a_plugin_that_saves_itself_is_not_named_where_another_one_holds_it(

@@ -158,7 +158,8 @@ def is_users(value: object) -> bool:
 
 def variables(value: object) -> dict[str, Any] | None:
     """The attributes of an object of the user's class, or of a SimpleNamespace, those in `__slots__` included; None for other objects."""
-    slots = [slot for kind in type(value).__mro__ for slot in vars(kind).get("__slots__", ()) if slot != "__dict__"]
+    declared = [vars(kind).get("__slots__", ()) for kind in type(value).__mro__]
+    slots = [slot for each in declared for slot in ([each] if isinstance(each, str) else each) if slot != "__dict__"]
     if not isinstance(value, SimpleNamespace) and not (slots and _is_users_module(type(value).__module__)):
         return vars(value) if is_users(value) else None
     return {**getattr(value, "__dict__", {}), **{slot: getattr(value, slot) for slot in slots if hasattr(value, slot)}}

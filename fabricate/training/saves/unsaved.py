@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from fabricate.errors import few
-from fabricate.metrics.torchmetrics_objects import path_inside
+from fabricate.metrics.torchmetrics_objects import is_torchmetric, path_inside
 from fabricate.module import overrides
 from fabricate.optim.optimizers import inner_optimizers
 from fabricate.optim.schedules import captured
@@ -146,7 +146,10 @@ def _attributes(owner: str, value: Any, *, seeded: bool = False) -> Iterator[tup
     if package in LIBRARIES or package.startswith("fabricate_"):  # the first-party plugins save what a resume needs
         return
     follows = ("epoch", "_epoch") if callable(getattr(value, "set_epoch", None)) else ()
-    for name, attribute in getattr(value, "__dict__", {}).items():
+    held = getattr(value, "__dict__", {})
+    if is_torchmetric(value):  # checkpoints hold what it counts
+        follows = (*value._defaults, *(name for name in held if name.startswith("_")))
+    for name, attribute in held.items():
         if (
             name not in follows
             and name not in OURS
@@ -166,20 +169,16 @@ def _numbers(owner: str, layer: torch.nn.Module) -> Iterator[tuple[str, Any]]:
             yield f"{owner}.{name}", attribute
 
 
-def _counts(value: Any) -> bool:
-    kinds = torch.Tensor | np.ndarray | Optimizer | LRScheduler | torch.nn.Module
-    return isinstance(value, (kinds, *_COLLECTIONS)) or type(value) in _PLAIN or variables(value) is not None
-
-
 _NAMED = object()
 """Marks a value that a note has already named."""
-_PLAIN = (bool, int, float, complex, str, bytes, type(None))
-_COLLECTIONS = (list, tuple, dict, set, deque)
+_PLAIN = (bool, int, float, complex, str, bytes, bytearray, type(None), np.generic)
+_COLLECTIONS = (list, tuple, dict, set, frozenset, deque)
 _MOST_ITEMS, _DEEPEST = 20_000, 6
 """The limits of a fingerprint: of a collection with which it would have more items, or that is deeper inside, only the length is
 compared."""
 _MOST_BYTES, _SMALL = 2**24, 2**10
-"""Of arrays and texts that are larger together, only the shape or length is compared, except of small ones. Arrays in files are not read."""
+"""Of arrays and texts that are larger together, only the shape or length is compared, but of small ones all. Arrays in files are not
+read."""
 
 
 class _Weights(list[Any]):
@@ -188,12 +187,21 @@ class _Weights(list[Any]):
 
 def _marks(run: Run) -> dict[str, Any]:
     """A fingerprint of each value that no checkpoint holds."""
-    tensors = (*run.module.parameters(), *run.module.buffers())
+    optimizers = run.optim.optimizers.values()
+    groups = (part for optimizer in optimizers for part in (optimizer.param_groups, *optimizer.param_groups))
     plugins = (plugin for _, plugin in run.calls.manager.list_name_plugin())
-    saved = {id(each) for each in (*tensors, *run.optim.optimizers.values(), *plugins)} | _schedulers(run)
-    return {
-        name: _Fingerprint(saved).of(value) for name, value in _held(run) if _counts(value) and id(value) not in saved
-    }
+    saved = {id(each) for each in (*run.module.parameters(), *run.module.buffers(), *optimizers, *groups, *plugins)}
+    saved |= _schedulers(run)
+    marks = {name: _mark(value, saved) for name, value in _held(run) if id(value) not in saved}
+    return {name: mark for name, mark in marks.items() if mark is not None}
+
+
+def _mark(value: Any, saved: set[int]) -> Any:
+    """A fingerprint of `value`; None for an object that is not looked into."""
+    try:
+        return _Fingerprint(saved).of(value)
+    except Exception:  # an object that cannot be looked at, such as a proxy of one that is gone
+        return None
 
 
 def _schedulers(run: Run) -> set[int]:
@@ -228,18 +236,20 @@ class _Fingerprint:
             return _Weights(map(self.of, (*value.parameters(), *value.buffers())))
         if isinstance(value, str | bytes) and not self._has_room(len(value)):
             return len(value)
-        if type(value) in _PLAIN:
+        if isinstance(value, _PLAIN):
             return repr(value)
-        items = None if id(value) in self._saved | self._open else _items(value)
-        if items is None:
+        if id(value) in self._saved or id(value) in self._open:
             return type(value).__name__
+        items = _items(value)
+        if items is None:
+            return type(value).__name__ if self._open else None
         if len(items) > self._left or len(self._open) == _DEEPEST:
             return len(items)
         self._left -= len(items)
         self._open.add(id(value))
         marks = list(map(self.of, items))
         self._open.remove(id(value))
-        return sorted(map(repr, marks)) if isinstance(value, set) else marks
+        return sorted(map(repr, marks)) if isinstance(value, set | frozenset) else marks
 
     def _has_room(self, size: int) -> bool:
         if size > max(self._bytes, _SMALL):
