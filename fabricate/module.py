@@ -252,8 +252,8 @@ class TrainModule(torch.nn.Module, Listener):
 
     def export(self, path: Path) -> None:
         """Write the content of RUN_DIR/model/ into `path`; called on all ranks. Optional: by default, a transformers model is
-        written in its own layout if the module contains exactly one, otherwise `model.safetensors` with the names of
-        `state_dict()`."""
+        written in its own layout if the module contains exactly one (then without layers outside of it, which a note names), otherwise
+        `model.safetensors` with the names of `state_dict()`."""
         raise FabricateError("export is called only where it is overridden")
 
     @foreign_names.translated(foreign_names.LOG)

@@ -6,7 +6,7 @@ Must not know: which batches there are (`evaluation`).
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -76,7 +76,7 @@ class MeasuredSteps:
         """Keep `batch`, the copy of `item` on the device, for `compare_halves`, if it is the first with several rows."""
         rows = _rows_seen(item)
         if self._kept is None and rows is not None and rows > 1:
-            self._kept = _Kept(batch, rows, self._run.now.batch_idx)
+            self._kept = _Kept(batch, rows, item.indices, self._run.now.batch_idx)
 
     def compare_halves(self) -> None:
         """Note metrics of the kept batch that are not the weighted means of the metrics of its halves. Afterwards the module is as before.
@@ -90,28 +90,29 @@ class MeasuredSteps:
             return
         order, restore, before = list(range(kept.rows)), restorable(run.module), _random_state(run.module)
         orders = (order, order[: kept.rows // 2], order[kept.rows // 2 :], order[::-1])
-        run.now.batch, run.now.batch_idx = kept.batch, kept.batch_idx
+        run.now.batch_idx = kept.batch_idx
         try:
             with torch.compiler.set_stance("force_eager"):
-                whole, one, other, turned = (
-                    self._measure(rows_at(kept.batch, each, kept.rows), len(each)) for each in orders
-                )
+                whole, one, other, turned = (self._measure(kept, each) for each in orders)
         except Exception:  # this batch cannot be halved, or the step fails with a half
             return
         finally:
             draws = _random_state(run.module) != before
             restore()
             run.module._logged.clear()
-            run.now.batch = None
+            run.now.batch, run.now.batch_indices = None, ()
         if not draws:
             self._note(_about_halves(self._stage, kept.rows, whole, one, other, turned))
 
-    def _measure(self, batch: Any, rows: int) -> dict[str, _Mean]:
-        """The metrics of a batch of `rows` rows that are averaged."""
-        logged, watch = self._run.module._logged, StepWatch()
+    def _measure(self, kept: _Kept, order: list[int]) -> dict[str, _Mean]:
+        """The metrics that are averaged, of the rows of a batch at the places in `order`."""
+        now, logged, watch, rows = self._run.now, self._run.module._logged, StepWatch(), len(order)
         logged.clear()
+        now.batch = batch = rows_at(kept.batch, order, kept.rows)
+        if len(kept.indices) == kept.rows:
+            now.batch_indices = [kept.indices[place] for place in order]
         with watch:
-            output = self._run.engine.evaluate(self._stage, batch, self._run.now.batch_idx)
+            output = self._run.engine.evaluate(self._stage, batch, now.batch_idx)
         weight: Any = log_output(self._run.module, output, self._stage)
         if weight is None:
             weight = watch.weigh(logged, rows)
@@ -134,6 +135,8 @@ class _Kept(NamedTuple):
 
     batch: Any
     rows: int
+    indices: Sequence[int]
+    """The positions of its rows in the data set."""
     batch_idx: int
 
 

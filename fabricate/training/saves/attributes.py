@@ -74,12 +74,8 @@ class _Memory:
 
     def _record(self, value: object) -> Iterable[object]:
         """Record one value; returns what it holds."""
-        if isinstance(value, torch.Tensor):
-            if type(value) is torch.Tensor and _is_plain(value) and self._has_room(value.nbytes):
-                self._undo.append(partial(_copy_back, value, value.detach().clone()))
-        elif isinstance(value, np.ndarray):
-            if value.flags.writeable and self._has_room(value.nbytes):
-                self._undo.append(partial(np.copyto, value, value.copy()))
+        if isinstance(value, torch.Tensor | np.ndarray):
+            self._record_numbers(value)
         elif is_generator(value):
             self._undo.append(partial(set_state_of, value, state_of(value)))
         elif isinstance(value, list | dict | set | deque):
@@ -94,6 +90,13 @@ class _Memory:
         elif is_users(value):
             return [*self.attributes(value), type(value)]
         return ()
+
+    def _record_numbers(self, value: torch.Tensor | np.ndarray) -> None:
+        if isinstance(value, np.ndarray):
+            if value.flags.writeable and self._has_room(value.nbytes):
+                self._undo.append(partial(np.copyto, value, value.copy()))
+        elif type(value) is torch.Tensor and _is_plain(value) and self._has_room(value.nbytes):
+            self._undo.append(partial(_copy_back, value, value.detach().clone()))
 
     def attributes(self, value: object) -> Iterable[object]:
         """Record which attributes `value` has; returns them."""

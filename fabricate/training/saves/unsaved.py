@@ -171,7 +171,7 @@ def _numbers(owner: str, layer: torch.nn.Module) -> Iterator[tuple[str, Any]]:
 
 _NAMED = object()
 """Marks a value that a note has already named."""
-_PLAIN = (bool, int, float, complex, str, bytes, bytearray, type(None), np.generic)
+_PLAIN = bool | int | float | complex | str | bytes | bytearray | None | np.generic
 _COLLECTIONS = (list, tuple, dict, set, frozenset, deque)
 _MOST_ITEMS, _DEEPEST = 20_000, 6
 """The limits of a fingerprint: of a collection with which it would have more items, or that is deeper inside, only the length is
@@ -225,24 +225,15 @@ class _Fingerprint:
         """The ids of the values around the current one, to which it may refer."""
 
     def of(self, value: Any) -> Any:
-        """The fingerprint of `value`."""
-        if isinstance(value, torch.Tensor):
-            changes = not value.is_inference() and id(value) not in self._saved
-            return id(value), value._version if changes else None
-        if isinstance(value, np.ndarray):
-            read = value.dtype != object and not isinstance(value, np.memmap) and self._has_room(value.nbytes)
-            return value.shape, hash(value.tobytes()) if read else None
+        """The fingerprint of `value`; None for an object that is not looked into."""
+        if isinstance(value, torch.Tensor | np.ndarray | _PLAIN):
+            return self._of_plain(value)
         if isinstance(value, torch.nn.Module):  # such as a copy of the network that follows it, outside of the module
             return _Weights(map(self.of, (*value.parameters(), *value.buffers())))
-        if isinstance(value, str | bytes) and not self._has_room(len(value)):
-            return len(value)
-        if isinstance(value, _PLAIN):
-            return repr(value)
-        if id(value) in self._saved or id(value) in self._open:
-            return type(value).__name__
-        items = _items(value)
+        known = id(value) in self._saved or id(value) in self._open
+        items = None if known else _items(value)
         if items is None:
-            return type(value).__name__ if self._open else None
+            return type(value).__name__ if known or self._open else None
         if len(items) > self._left or len(self._open) == _DEEPEST:
             return len(items)
         self._left -= len(items)
@@ -250,6 +241,17 @@ class _Fingerprint:
         marks = list(map(self.of, items))
         self._open.remove(id(value))
         return sorted(map(repr, marks)) if isinstance(value, set | frozenset) else marks
+
+    def _of_plain(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            changes = not value.is_inference() and id(value) not in self._saved
+            return id(value), value._version if changes else None
+        if isinstance(value, np.ndarray):
+            read = value.dtype != object and not isinstance(value, np.memmap) and self._has_room(value.nbytes)
+            return value.shape, hash(value.tobytes()) if read else None
+        if isinstance(value, str | bytes | bytearray) and not self._has_room(len(value)):
+            return len(value)
+        return repr(value)
 
     def _has_room(self, size: int) -> bool:
         if size > max(self._bytes, _SMALL):
