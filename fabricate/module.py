@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import enum
+import functools
 import inspect
 import json
 import os
@@ -109,6 +110,18 @@ def _refused(kind: type, *arguments: object, **overrides: object) -> NoReturn:
     )
 
 
+def _once(configure_model: Callable[[Any], None]) -> Callable[[Any], None]:
+    """`configure_model`, marked so that a Trainer does not run it again: a script may call it by hand and then load weights."""
+
+    @functools.wraps(configure_model)
+    def once(self: TrainModule) -> None:
+        configure_model(self)
+        object.__setattr__(self, "_built", True)
+
+    once._runs_once = True  # type: ignore[attr-defined]
+    return once
+
+
 class TrainModule(torch.nn.Module, Listener):
     """A torch module with its training step and optimizer. Override the methods below, and hooks, as needed.
 
@@ -149,6 +162,11 @@ class TrainModule(torch.nn.Module, Listener):
         object.__setattr__(self, "_uses_trainer", False)
         return self
 
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if not hasattr(cls.configure_model, "_runs_once") and cls.configure_model is not TrainModule.configure_model:
+            cls.configure_model = _once(cls.configure_model)  # type: ignore[assignment, method-assign]
+
     def provide_data(self, trainer: Any, stage: str, train: Any, val: Any) -> tuple[Any, Any]:
         """Return the data to use instead of `train` and `val`, for a module that brings its own data, or accepts a kind of data
         that `fit` does not. Optional. Called on every rank, before anything is built and before ranks are connected; `trainer` is
@@ -166,7 +184,8 @@ class TrainModule(torch.nn.Module, Listener):
         """Build large layers here instead of in `__init__`. It runs on the meta device; afterwards each layer is initialised
         from a seed derived from the run's seed and the layer's name, so that every strategy starts from the same weights. If it
         reads weights or gives them values (`load_state_dict`, `torch.nn.init`), it runs again with real tensors, whole on the CPU of
-        every rank, and those values stay; put them into `init_weights` to build without that memory. Optional."""
+        every rank, and those values stay; put them into `init_weights` to build without that memory. If a script calls it by hand, a
+        Trainer does not run it again. Optional."""
 
     def init_weights(self, submodule: torch.nn.Module) -> None:
         """Initialise in place the parameters of one submodule that `configure_model` built; they are on the CPU. Optional: by
@@ -359,7 +378,6 @@ class TrainModule(torch.nn.Module, Listener):
         bound = _bind(cls, recorded, overrides)
         module = cls(*bound.args[1:], **bound.kwargs)
         module.configure_model()
-        object.__setattr__(module, "_built", True)  # a Trainer must not build it again
         state, plugins = load_weights(Path(path), module)
         _take(module, state, Path(path))
         if plugins:

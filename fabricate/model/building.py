@@ -6,11 +6,10 @@ keeps on this rank remains. Must not know: which strategy runs, ranks.
 
 from __future__ import annotations
 
-import itertools
 import json
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -170,20 +169,13 @@ def build_model(module: TrainModule, seed: int) -> str:
     """
     if not overrides(module, "configure_model") or getattr(module, "_built", False):
         return ""
-    before, had = Before(module), dict(_named_tensors(module))
+    before = Before(module)
     try:
         with Origins() as origins:
             note = build_on_meta(module)
-        lost = (
-            "" if overrides(module, "init_weights") else origins.lost(module, _owners(module))
-        )  # it would overwrite them
-        if not lost and _ran_before(module, had):
-            before.restore()
-            object.__setattr__(module, "_built", True)
-            return "configure_model only makes layers that the module had before, so these and their weights are kept"
-        needs = "peft initialises its layers itself" if adapted_models(module) else lost
-        if not overrides(module, "init_weights"):
-            needs = needs or set_from_around(module, _owners(module))
+        needs = "peft initialises its layers itself" if adapted_models(module) else ""
+        if not overrides(module, "init_weights"):  # which would overwrite lost values anyway
+            needs = needs or origins.lost(module, _owners(module)) or set_from_around(module, _owners(module))
     except RuntimeError as exc:  # code that reads or sets values
         note, needs = "", first_line(exc)
     if not needs:
@@ -192,24 +184,9 @@ def build_model(module: TrainModule, seed: int) -> str:
     object.__setattr__(module, "_built", True)
     seed_everything(derive_seed(seed, "configure_model"))  # the same values on every rank
     module.configure_model()
-    if again := [name for name, tensor in _named_tensors(module) if had.get(name, tensor) is not tensor]:
-        needs = f"{needs}; it replaced weights that were there before, such as {again[0]}"
     if any(hasattr(child, "_hf_hook") for child in module.modules()):
         return f"built and placed by configure_model ({needs})"
     return f"built whole on the CPU of every rank, because it needs real tensors ({needs})"
-
-
-def _ran_before(module: torch.nn.Module, had: dict[str, torch.Tensor]) -> bool:
-    """Whether `configure_model` only replaced tensors that the module `had`, by new ones of the same names and shapes without values: then
-    the script called it by hand and may have loaded weights since. Tensors that it reads from a file have values."""
-    now, stored = dict(_named_tensors(module)), getattr(module, "_stored", {})
-    new = [tensor for name, tensor in now.items() if had.get(name) is not tensor]
-    same = now.keys() == had.keys() and all(now[name].shape == tensor.shape for name, tensor in had.items())
-    return bool(new) and same and all(tensor.is_meta and id(tensor) not in stored for tensor in new)
-
-
-def _named_tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    return itertools.chain(module.named_parameters(), module.named_buffers())
 
 
 def check_has_values(module: torch.nn.Module) -> None:

@@ -505,15 +505,42 @@ def test_values_that_configure_model_gives_a_layer_of_init_are_those_that_train(
     assert torch.equal(module.net.weight, VALUES)
 
 
-def test_a_model_that_is_replaced_by_one_with_real_tensors_is_named() -> None:
-    class Replaces(Base):
-        def configure_model(self) -> None:
-            self.net = torch.nn.Linear(2, 2)
-            float(self.net.weight.sum())  # which needs real tensors
+class Mixin:
+    def configure_model(self: Any) -> None:
+        self.net = torch.nn.Linear(3, 3)
 
-    module = Replaces()
+
+class Mixed(Mixin, Base):
+    pass
+
+
+class Extends(Mixed):
+    def configure_model(self) -> None:
+        super().configure_model()
+        self.head = torch.nn.Linear(3, 2)
+
+
+class Reads(Mixed):
+    def configure_model(self) -> None:
+        super().configure_model()
+        float(self.net.weight.sum())  # which needs real tensors
+
+
+@pytest.mark.parametrize("kind", [Mixed, Extends, Reads])
+@pytest.mark.parametrize("replaces", [False, True])
+def test_a_model_that_a_script_built_and_loaded_by_hand_is_not_built_again(kind: type[Base], replaces: bool) -> None:
+    module = kind()
     module.configure_model()
-    assert "it replaced weights that were there before, such as net.weight" in build_model(module, 0)
+    if replaces:
+        module.net = torch.nn.Linear(3, 4)
+    torch.nn.init.constant_(module.net.weight, 7.0)
+    data = TensorDataset(torch.ones(4, 1))
+    Trainer(progress=False).validate(module, data, batch_size=2)
+    assert module.net.weight.eq(7).all()
+    Trainer(max_steps=1, progress=False).fit(module, data, batch_size=4)
+    assert (
+        module.net.weight.detach().sub(7 * 0.8).abs().max() < 1e-5
+    )  # one step of SGD with the gradient 2 * 7 and the rate 0.1
 
 
 def test_layers_that_reset_themselves_are_built_without_memory() -> None:
