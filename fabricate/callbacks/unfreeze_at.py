@@ -31,7 +31,7 @@ class UnfreezeAt(Callback):
     {"lr": 1e-5}})`; schedules advance meanwhile. The step and the epoch determine what is frozen, so a resumed run continues exactly.
 
     The modes of layers do not change: a frozen batch norm in train mode still updates its statistics. To keep them, call
-    `self.backbone.eval()` before the fit; the part then also stays in eval mode after it is unfrozen.
+    `self.backbone.eval()` in `on_fit_start`; the part then also stays in eval mode after it is unfrozen.
 
     It works under `single`, `ddp` and `fsdp`; under ZeRO it is an error. Also errors before the first step: a name that the module does not
     have, a part that is already frozen, a moment that is never reached.

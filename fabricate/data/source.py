@@ -54,7 +54,12 @@ class Setup:
         return ConfigurationError(f"{self.argument} {problem}.")
 
     def empty(self) -> ConfigurationError:
-        return self.error("has no rows. Check the path, the split, and any filter that was applied")
+        whole = (
+            f" on rank {self.rank}. Every rank passes all rows and reads its share of them"
+            if self.world_size > 1
+            else ""
+        )
+        return self.error(f"has no rows{whole}. Check the path, the split, and any filter that was applied")
 
     def note_drop_last(self) -> None:
         if not self.training:

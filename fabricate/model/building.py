@@ -225,7 +225,10 @@ def build_on_meta(module: TrainModule) -> str:
                     "a value or move to the device: use self.register_buffer(...), or make it in __init__"
                 )
     object.__setattr__(module, "_stored", loads.stored)
-    read = sum(id(tensor) in loads.stored for tensor in (*module.parameters(), *module.buffers()))
+    tensors = [*module.parameters(), *module.buffers()]
+    if not any(tensor.is_meta for tensor in tensors):
+        return ""  # it built nothing
+    read = sum(id(tensor) in loads.stored for tensor in tensors)
     from_files = f"{read} tensors read from files, each rank its part; other layers" if read else "each layer"
     return f"built on the meta device, {from_files} initialised from seed and name"
 

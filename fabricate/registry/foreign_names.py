@@ -399,7 +399,7 @@ TRAINER = {
     "validating": "the argument `stage` of on_eval_start and on_eval_end",
     "testing": "the argument `stage` of on_eval_start and on_eval_end",
     "predicting": "the argument `stage` of on_eval_start and on_eval_end",
-    "sanity_checking": "the argument `stage` of on_eval_start and on_eval_end",
+    "sanity_checking": "Trainer(sanity_batches=0) to leave the check before training out; what a step changes in it is restored",
     "state": "trainer.progress",
     **TRANSFORMERS_TRAINER,
 }

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import sys
+from collections import UserList
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import numpy as np
+import pandas
 import pytest
 import torch
+import torchmetrics
+from sklearn.preprocessing import StandardScaler
 
 from fabricate import Callback, ConfigurationError, EarlyStopping, Every, FabricateError, Trainer, hookimpl
 from fabricate.training.opening import environment_restored
@@ -127,6 +132,43 @@ def test_what_lies_in_objects_of_the_module_and_in_wrappers_is_put_back_too() ->
     fit(module, wraps, val=ROWS, max_steps=4, sanity_batches=2)
     assert (module.table.rows, float(module.table.counts[0]), float(module.tensor)) == (8, 4, 4)
     assert (len(module.lists["a"]), len(module.probe.batches), wraps.batches) == (5, 4, 4)
+
+
+class Slots:
+    __slots__ = ("rows",)
+
+    def __init__(self) -> None:
+        self.rows = 0
+
+
+class ObjectsOfLibraries(Regression):
+    """Holds what validation writes to in objects whose classes are not its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.items = pandas.DataFrame({"rows": []}), UserList[int]()
+        self.slots, self.namespace = Slots(), SimpleNamespace(rows=0)
+        self.metrics = [torchmetrics.SumMetric()]
+        self.scaler = StandardScaler()
+
+    def validation_step(self, batch: Any) -> Any:
+        rows = len(batch[0])
+        self.table.loc[len(self.table)] = [rows]
+        self.items.append(rows)
+        self.slots.rows += rows
+        self.namespace.rows += rows
+        self.metrics[0].update(rows)
+        self.scaler.partial_fit(batch[0].numpy())
+        return {"loss": torch.rand(())}
+
+
+def test_tables_metrics_and_containers_of_libraries_are_put_back_too() -> None:
+    module = ObjectsOfLibraries()
+    fit(module, val=ROWS, max_steps=4, sanity_batches=2)
+    counted = (int(module.metrics[0].compute()), int(module.scaler.n_samples_seen_))
+    assert (sum(module.table["rows"]), sum(module.items), module.slots.rows, module.namespace.rows, *counted) == (
+        8,
+    ) * 6
 
 
 SEEN: list[int] = []

@@ -6,7 +6,7 @@ import functools
 import os
 import sys
 import sysconfig
-from collections import deque
+from collections import UserDict, UserList, deque
 from collections.abc import Callable, Iterable
 from functools import partial
 from types import FunctionType, ModuleType, SimpleNamespace
@@ -40,6 +40,8 @@ OURS = frozenset(
     | _DEEPSPEEDS
 )
 """The attributes that torch, fabricate and DeepSpeed set on a module."""
+_HOLD_VALUES = ("torchmetrics", "pandas", "sklearn")
+"""Packages whose objects hold values, no files and no connections: their attributes can be recorded like those of the user's."""
 _MOST_BYTES, _MOST_ITEMS, _MOST_VALUES = 2**26, 1000, 100_000
 """Limits: the bytes of tensors and arrays that are recorded in all, the items of a collection that are followed, and the values in all."""
 
@@ -87,7 +89,7 @@ class _Memory:
         elif isinstance(value, type):
             held = (getattr(each, "__func__", each) for each in vars(value).values())  # of static and class methods
             return [*held, *value.__bases__] if _is_users_module(value.__module__) else ()
-        elif is_users(value):
+        elif variables(value) is not None or _holds_values(value):
             return [*self.attributes(value), type(value)]
         return ()
 
@@ -101,7 +103,7 @@ class _Memory:
     def attributes(self, value: object) -> Iterable[object]:
         """Record which attributes `value` has; returns them."""
         self._seen[id(value)] = value
-        own = {name: held for name, held in vars(value).items() if name not in OURS}
+        own = {name: held for name, held in _attributes(value).items() if name not in OURS}
         self._undo.append(partial(_reset, value, own))
         return own.values()
 
@@ -147,9 +149,18 @@ def _items(collection: Any) -> Any:
 
 
 def _reset(value: object, before: dict[str, Any]) -> None:
-    for name in [name for name in vars(value) if name not in OURS and name not in before]:
-        del vars(value)[name]
-    vars(value).update(before)
+    now = _attributes(value)
+    for name in [name for name in now if name not in OURS and name not in before]:
+        object.__delattr__(value, name)
+    for name in [name for name, held in before.items() if name not in now or now[name] is not held]:
+        _write(value, name, before[name])
+
+
+def _write(value: object, name: str, held: object) -> None:
+    if name in _slots(value):
+        object.__setattr__(value, name, held)
+    else:
+        vars(value)[name] = held
 
 
 def is_users(value: object) -> bool:
@@ -161,11 +172,29 @@ def is_users(value: object) -> bool:
 
 def variables(value: object) -> dict[str, Any] | None:
     """The attributes of an object of the user's class, or of a SimpleNamespace, those in `__slots__` included; None for other objects."""
+    with_slots = _slots(value) and _is_users_module(type(value).__module__)
+    return _attributes(value) if with_slots or is_users(value) or isinstance(value, SimpleNamespace) else None
+
+
+def _attributes(value: object) -> dict[str, Any]:
+    """The attributes of any object, those in `__slots__` included."""
+    return {
+        **getattr(value, "__dict__", {}),
+        **{slot: getattr(value, slot) for slot in _slots(value) if hasattr(value, slot)},
+    }
+
+
+def _slots(value: object) -> list[str]:
     declared = [vars(kind).get("__slots__", ()) for kind in type(value).__mro__]
-    slots = [slot for each in declared for slot in ([each] if isinstance(each, str) else each) if slot != "__dict__"]
-    if not isinstance(value, SimpleNamespace) and not (slots and _is_users_module(type(value).__module__)):
-        return vars(value) if is_users(value) else None
-    return {**getattr(value, "__dict__", {}), **{slot: getattr(value, slot) for slot in slots if hasattr(value, slot)}}
+    names = [slot for each in declared for slot in ([each] if isinstance(each, str) else each)]
+    return [name for name in names if name not in ("__dict__", "__weakref__")]
+
+
+def _holds_values(value: object) -> bool:
+    """Whether an object of a library only holds values, such as a metric in a list or a table."""
+    if isinstance(value, type | ModuleType) or not hasattr(value, "__dict__"):
+        return False
+    return isinstance(value, UserDict | UserList) or type(value).__module__.partition(".")[0] in _HOLD_VALUES
 
 
 def _is_users_module(name: str) -> bool:
