@@ -81,6 +81,12 @@ _HIGHER_IS_BETTER = frozenset(
 )
 
 
+def suggests_max(metric: str) -> bool:
+    """Whether a word of the name of a metric (accuracy, f1, ...) suggests that higher values are better."""
+    words = re.split(r"[^a-z0-9]+", metric.lower())
+    return not _HIGHER_IS_BETTER.isdisjoint([*words, *(word.rstrip("0123456789") for word in words)])
+
+
 def metric_mode(where: str, metric: str, mode: str | None) -> str:
     """The mode of `metric`: "min" if its lowest value is the best, "max" if its highest is. It is `mode`, or "min" if `mode` is None.
 
@@ -89,8 +95,7 @@ def metric_mode(where: str, metric: str, mode: str | None) -> str:
     """
     if mode not in ("min", "max", None):
         raise ConfigurationError(f"{where}: mode={mode!r}: give 'min' or 'max'")
-    words = re.split(r"[^a-z0-9]+", metric.lower())
-    if mode is None and not _HIGHER_IS_BETTER.isdisjoint([*words, *(word.rstrip("0123456789") for word in words)]):
+    if mode is None and suggests_max(metric):
         raise ConfigurationError(
             f"{where}: is a higher or a lower {metric!r} better? The default is mode='min', but the name suggests 'max'; set mode"
         )

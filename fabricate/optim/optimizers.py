@@ -15,6 +15,7 @@ from torch.optim import lr_scheduler
 from fabricate.errors import ConfigurationError, few
 from fabricate.optim.named_schedules import ENDS_IN_WARMUP, named_schedule, schedule_names
 from fabricate.optim.schedules import Schedule, own_lengths, takes_metric, warmup_lengths
+from fabricate.values import metric_mode
 
 
 def configured_optimizers(where: str, module: Any) -> Any:
@@ -154,6 +155,14 @@ def _schedule(
             f"{where} is {type(scheduler).__name__}; it needs step(), state_dict(), load_state_dict(), or to be one of the names "
             f"{', '.join(schedule_names())}"
         )
+    advances = _moment(where, given, scheduler, advances)
+    by_metric = takes_metric(scheduler)
+    name = text or type(scheduler).__name__
+    return Schedule(scheduler, advances, text if text and not by_metric else f"{name}, advanced by {advances}")
+
+
+def _moment(where: str, given: Any, scheduler: Any, advances: str | None) -> str:
+    """When `scheduler` advances: "step", "epoch" or the name of a metric."""
     kind, by_metric = type(scheduler).__name__, takes_metric(scheduler)
     if isinstance(given, str) and advances is not None and not by_metric:
         raise ConfigurationError(
@@ -165,7 +174,9 @@ def _schedule(
         raise ConfigurationError(
             f"{where} cannot advance by {advances!r}; {f'{kind} takes the name of a metric' if by_metric else takes}"
         )
-    return Schedule(scheduler, advances, text if text and not by_metric else f"{text or kind}, advanced by {advances}")
+    if by_metric and isinstance(given, str) and "mode=" not in given:
+        metric_mode(f"{where} is {given!r}", advances, None)
+    return advances
 
 
 def parameter_groups(module: torch.nn.Module, options: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -8,12 +8,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from torch.optim import lr_scheduler
 
 from fabricate.errors import ConfigurationError
+from fabricate.values import suggests_max
 
 
 class Schedule:
@@ -86,6 +87,19 @@ class Schedule:
 def takes_metric(scheduler: Any) -> bool:
     """Whether a scheduler advances by a metric, like ReduceLROnPlateau and transformers' GreedyLR."""
     return "metrics" in inspect.signature(scheduler.step).parameters
+
+
+def notes_of_mode(schedules: Iterable[Schedule]) -> list[str]:
+    """Notes for the plan about schedulers with torch's default mode "min" whose metric is probably better when it is higher."""
+    return [
+        f"{type(schedule.made).__name__} has mode='min', which takes a rise of {schedule.metric} for no improvement, but the name "
+        "suggests that higher is better; give it mode='max'"
+        for schedule in schedules
+        if schedule.metric
+        and "mode=" not in schedule.text
+        and getattr(schedule.made, "mode", None) == "min"
+        and suggests_max(schedule.metric)
+    ]
 
 
 def own_lengths(made: Any, before: int = 0) -> Iterator[tuple[str, int]]:

@@ -43,6 +43,7 @@ from fabricate.optim.optimizers import (
     read_optimizers,
 )
 from fabricate.optim.pace import notes_of_pace
+from fabricate.optim.schedules import notes_of_mode
 from fabricate.precisions.base import compensates
 from fabricate.registry.registry import own_version
 from fabricate.registry.validation import reasons
@@ -231,6 +232,7 @@ def _check_schedules(run: Run, where: str) -> None:
         of_each = run.total_steps if len(optim.named) == 1 or optim.turns else None
         run.notes.extend(notes_of_length(optim.schedules, of_each, settings.max_epochs))
         run.notes.extend(notes_of_pace(optim.schedules, run.total_steps, run.source.updates_per_epoch))
+    run.notes.extend(notes_of_mode(optim.schedules.values()))
     for schedule in optim.schedules.values():
         if schedule.metric is not None and not run.validates:
             raise ConfigurationError(

@@ -33,7 +33,7 @@ class Module(TrainModule):
         return torch.nn.functional.mse_loss(self.layer(batch[0]), batch[1])
 
     def validation_step(self, batch: Any) -> Any:
-        return {"error": 1.0}
+        return {"error": 1.0, "accuracy": 0.0}
 
     def configure_optimizers(self) -> Any:
         return self.configured(self.trainer, torch.optim.SGD(self.parameters(), lr=0.5))
@@ -223,6 +223,27 @@ def test_schedules_advance_once_whatever_the_number_of_ranks(world_size: int, up
         assert by_update == pytest.approx([0.5 * (1 - step / (3 * updates)) for step in range(3 * updates)])
 
 
+@pytest.mark.parametrize(
+    ("scheduler", "metric", "noted"),
+    [
+        ("min", "val_accuracy", True),
+        ("max", "val_accuracy", False),
+        ("min", "val_error", False),
+        ("reduce_lr_on_plateau:mode=min", "val_accuracy", False),
+    ],
+)
+def test_a_plateau_of_a_metric_that_should_rise_is_noted_if_its_mode_is_the_default(
+    scheduler: str, metric: str, noted: bool, tmp_path: Path
+) -> None:
+    def configured(trainer: Any, optimizer: torch.optim.Optimizer) -> Any:
+        by_object = lr_scheduler.ReduceLROnPlateau(optimizer, scheduler) if scheduler in ("min", "max") else scheduler
+        return optimizer, by_object, metric
+
+    fit(configured, ROWS, run_dir=tmp_path, **WINDOWS)
+    notes = json.loads((tmp_path / "plan.json").read_text())["notes"]
+    assert any("mode='min', which takes a rise of val_accuracy for no improvement" in note for note in notes) == noted
+
+
 def test_a_schedule_of_an_epoch_goes_on_where_it_was(tmp_path: Path) -> None:
     fit(per_epoch, run_dir=tmp_path, max_epochs=2, **WINDOWS)
     assert fit(per_epoch, run_dir=tmp_path, max_epochs=3, **WINDOWS) == pytest.approx([0.005] * 3)
@@ -246,6 +267,11 @@ def test_a_schedule_of_an_epoch_goes_on_where_it_was(tmp_path: Path) -> None:
         ((3,), "is int; it needs step(), state_dict(), load_state_dict(), or to be one of the names constant"),
         (("step lr", "epochs"), "cannot advance by 'epochs'; give 'step' (updates, the default) or 'epoch'"),
         (("plateau", "epoch"), "cannot advance by 'epoch'; ReduceLROnPlateau takes the name of a metric"),
+        (
+            ("reduce_lr_on_plateau:factor=0.5", "val_accuracy"),
+            "is 'reduce_lr_on_plateau:factor=0.5': is a higher or a lower 'val_accuracy' better?",
+        ),
+        (("greedy", "val_f1"), "is 'greedy': is a higher or a lower 'val_f1' better?"),
         (("plateau",), "ReduceLROnPlateau, advanced by val_loss, and this fit has no validation; pass val= to fit"),
     ],
 )
