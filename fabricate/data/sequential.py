@@ -276,7 +276,7 @@ class _Cursor:
         with self._guard:  # a copy, because the data may change the returned object later
             data = copy.deepcopy(self._data.state_dict())
         generators = [generator.get_state() for generator in self._generators]
-        return {"data": data, "taken": self.taken, "random": self._scope.state, "generators": generators}
+        return {"data": data, "taken": self.taken, "left": 0, "random": self._scope.state, "generators": generators}
 
     def finish(self) -> None:
         """Request one more item, even beyond a limit, so that the data reaches its end: until then its state is that of its last item."""
@@ -285,13 +285,17 @@ class _Cursor:
 
 
 def _finish_epoch(data: Any, seed: int, epoch: int, cap: int, state: Any) -> None:
-    """Read `data`, whose `state` was saved in `epoch`, to the end of that epoch, which it must reach before it begins another."""
+    """Read `data`, whose `state` was saved after the last window of `epoch`, to the end of that epoch, as it must reach it before it begins
+    another. Reading the last window may have reached the end before the state was saved; then the state is that of the next epoch."""
+    left = state["left"]
     with RandomScope(batch_seed(seed, epoch)):
         begin_epoch(_parts(data), seed, epoch)
         data.load_state_dict(state["data"])
         stream = iter(data)
-        deque(islice(stream, max(0, cap - state["taken"])), maxlen=0)
-        next(stream, None)  # see `_Cursor.finish`
+        deque(islice(stream, left), maxlen=0)
+        is_at_end = not list(islice(stream, 1))  # see `_Cursor.finish`
+        if not (is_at_end or left or state["taken"] >= cap):
+            data.load_state_dict(state["data"])
 
 
 def _parts(data: Any) -> list[Any]:
@@ -301,14 +305,14 @@ def _parts(data: Any) -> list[Any]:
 
 def _chunks(cursor: _Cursor, size: int, drop_last: bool) -> Iterator[tuple[list[Any], bool, Any]]:
     """Yield each chunk of `size` units with two values: whether it is the last one, and the state of the data after it. Reads ahead only as
-    far as needed to know the last one."""
+    far as needed to know the last one. The state after the last one has "left", the number of units that `drop_last` leaves out."""
     ahead = size if drop_last else 1
     chunk = cursor.take(size)
     while len(chunk) >= ahead:
         state = cursor.state()
         following = cursor.take(ahead) if len(chunk) == size else []
         last = len(following) < ahead
-        yield chunk, last, state
+        yield chunk, last, state | {"left": len(following)} if state and last else state
         if last:
             return
         chunk = following + cursor.take(size - len(following))

@@ -37,13 +37,27 @@ _PRODUCTS = ("DotBackward0", "VdotBackward0", "BmmBackward0")
 _NON_LINEAR = frozenset(
     {
         *("Sqrt", "Rsqrt", "Pow", "Reciprocal", "Exp", "Expm1", "Log", "Log2", "Log10", "Log1p"),
-        *("Sigmoid", "LogSigmoid", "Softplus", "Tanh"),
+        *(
+            "Sigmoid",
+            "LogSigmoid",
+            "Softplus",
+            "Tanh",
+            "Abs",
+            "Relu",
+            "Maximum",
+            "Minimum",
+            "Softmax",
+            "LogSoftmax",
+            "Logsumexp",
+        ),
     }
 )
 _CROSS_ENTROPIES = ("NllLossBackward0", "NllLoss2DBackward0")
 _SELECTIONS = ("IndexBackward0", "IndexSelectBackward0", "GatherBackward0")
 _NEAR = 30
-"""The number of operations before a mean that are searched for a mask."""
+"""The number of operations before a mean that are searched for a mask, and before a loss for means over rows."""
+_NEAR_ROW = 6
+"""The number of operations before a mean that are searched for the selection of a row."""
 
 
 class Counted(NamedTuple):
@@ -71,7 +85,7 @@ def counted(loss: torch.Tensor) -> Counted | None:
 def last_operation(loss: torch.Tensor) -> str:
     """The name of the operation that made `loss`, for a message."""
     node = _origin(loss)
-    return type(loss.grad_fn if node is None else node).__name__.rstrip("0123456789").removesuffix("Backward")
+    return _operation(loss.grad_fn if node is None else node)
 
 
 def is_sum(loss: torch.Tensor, rows: int | None = None) -> bool:
@@ -130,10 +144,15 @@ def _sums_rows(node: Any, rows: int | None, alone: bool) -> bool:
     whole loss (`alone`)."""
     name, sizes = type(node).__name__, _summed_sizes(node)
     if name in _PRODUCTS or name == "SumBackward0" or (name == "SumBackward1" and 0 in node._saved_dim):
-        sums = alone or (rows is not None and sizes[:1] == (rows,))
+        sums = (alone or (rows is not None and sizes[:1] == (rows,))) and not _is_of_means(node, rows)
     else:
         sums = getattr(node, "_saved_reduction", None) == _SUM
     return sums and not _is_of_a_parameter(node, sizes)
+
+
+def _is_of_means(node: Any, rows: int | None) -> bool:
+    """Whether what a sum adds up are means over `rows` rows already, such as the losses of several tasks."""
+    return rows is not None and any(_Means(rows, alone=False).visit(below).depends for below in _below(node))
 
 
 def _is_of_a_parameter(node: Any, sizes: tuple[int, ...]) -> bool:
@@ -145,30 +164,110 @@ def _is_of_a_parameter(node: Any, sizes: tuple[int, ...]) -> bool:
 
 def function_of_a_mean(loss: torch.Tensor, rows: int | None) -> str:
     """The name of the operation by which `loss`, or one of the terms that it adds up, is a non-linear function of a mean or sum over its
-    batch of `rows` rows, such as a square root. "" if there is none, or if the batch has one row: a mean over micro-batches is then a mean
-    over rows."""
+    batch of `rows` rows, such as a square root or the product of two means. "" if there is none, or if the batch has one row: a mean over
+    micro-batches is then a mean over rows."""
     if rows is None or rows == 1:
         return ""
     terms = _terms(loss)
-    for node, _ in terms:
-        name = type(node).__name__.removesuffix("Backward0")
-        if name in _NON_LINEAR:
-            mean = _through(node.next_functions[0][0])
-            if type(mean).__name__ == "DivBackward0":  # a sum divided by a tensor, probably a count
-                mean = _through(mean.next_functions[0][0])
-            sizes = _summed_sizes(mean)
-            over_rows = sizes[:1] == (rows,) if len(terms) > 1 else bool(sizes) and math.prod(sizes) % rows == 0
-            if over_rows and not _is_of_a_parameter(mean, sizes):
-                return name
-    return ""
+    return next(filter(None, (_Means(rows, alone=len(terms) == 1).visit(node).function for node, _ in terms)), "")
+
+
+class _Depends(NamedTuple):
+    """How a result depends on means or sums over the rows of a batch."""
+
+    depends: bool = False
+    function: str = ""
+    """The first operation that is not linear in them."""
+    is_ratio: bool = False
+    """Whether a sum over rows is divided by a tensor, which is probably a count."""
+
+
+class _Means:
+    """Looks for means and sums over `rows` rows in an autograd graph, from a result down to them. `alone`: whether the result is the whole
+    loss, in which a mean over a multiple of the rows counts too."""
+
+    def __init__(self, rows: int, alone: bool) -> None:
+        self._rows, self._alone = rows, alone
+        self._seen: dict[Any, _Depends] = {}
+
+    def visit(self, node: Any) -> _Depends:
+        """How the result of `node` depends on them. At most `_NEAR` operations are visited."""
+        if node in self._seen or node is None or len(self._seen) == _NEAR or _is_a_layer(node):
+            return self._seen.get(node, _Depends())
+        self._seen[node] = _Depends()
+        self._seen[node] = self._of(node)
+        return self._seen[node]
+
+    def _of(self, node: Any) -> _Depends:
+        """See `visit`. A mean over as many values as rows may be one over tasks, whose losses are means over rows."""
+        found = [one for one in map(self.visit, _below(node)) if one.depends]
+        depends = bool(found) or self._is_over_rows(node) or self._is_over_a_multiple(node)
+        function = next((one.function for one in found if one.function), "")
+        if not function and _is_non_linear(node, len(found)):
+            function = _operation(node)
+        return _Depends(
+            depends, function, any(one.is_ratio for one in found) or (bool(found) and self._is_a_ratio(node))
+        )
+
+    def _is_a_ratio(self, node: Any) -> bool:
+        """Whether an operation divides a sum over rows by a tensor without gradient other than the number of rows. Waits for the device."""
+        if _operation(node) != "Div" or len(_below(node)) != 1 or _is_scaled("DivBackward0", node):
+            return False
+        summed = _through(_below(node)[0])
+        is_sum = _operation(summed) == "Sum" and self._is_over_rows(summed)
+        return is_sum and bool((node._saved_other != self._rows).any())
+
+    def _is_over_rows(self, node: Any) -> bool:
+        """Whether an operation is a mean or sum over the rows of the batch."""
+        sizes = _summed_sizes(node)
+        if type(node).__name__ in ("SumBackward1", "MeanBackward1"):  # over some dimensions
+            over = 0 in node._saved_dim or 2**64 - len(sizes) in node._saved_dim
+        else:
+            over = _reduces(node)
+        return over and sizes[:1] == (self._rows,) and not _is_of_a_parameter(node, sizes)
+
+    def _is_over_a_multiple(self, node: Any) -> bool:
+        """Whether an operation is a mean or sum over values of which there are as many for each row, such as the tokens of all rows."""
+        sizes = _summed_sizes(node) if self._alone and _reduces(node) else ()
+        return bool(sizes) and math.prod(sizes) % self._rows == 0 and not _is_of_a_parameter(node, sizes)
+
+
+def _is_a_layer(node: Any) -> bool:
+    """Whether an operation is probably a layer of the model, below which no part of the loss is computed."""
+    name = type(node).__name__
+    return name not in _PRODUCTS and any(
+        word in name for word in ("mm", "Mm", "Linear", "Convolution", "Norm", "Embedding")
+    )
+
+
+def _is_non_linear(node: Any, found: int) -> bool:
+    """Whether an operation is not linear in the `found` inputs that depend on means."""
+    if _operation(node) == "Clamp":
+        return found > 0 and node._saved_self.numel() > 1  # a limit of one number is usually a guard that does not act
+    return (found > 0 and _operation(node) in _NON_LINEAR) or (found > 1 and _operation(node) in ("Mul", "Div"))
+
+
+def _operation(node: Any) -> str:
+    """The name of an operation, such as "Sum"."""
+    return type(node).__name__.rstrip("0123456789").removesuffix("Backward")
+
+
+def _below(node: Any) -> list[Any]:
+    """The operations that computed the inputs of `node`."""
+    return [each for each, _ in node.next_functions if each is not None]
+
+
+def _reduces(node: Any) -> bool:
+    """Whether an operation is a mean or sum over all elements of a tensor."""
+    return type(node).__name__ in (*_REDUCED, *_PRODUCTS) or getattr(node, "_saved_reduction", None) in (_MEAN, _SUM)
 
 
 def is_over_a_part(loss: torch.Tensor, rows: int | None = None) -> bool:
     """Whether `loss`, or one of the terms that it adds up, is a mean over the part that a mask selects of its batch of `rows` rows, or a
-    sum divided by a tensor, which is probably a count, or a mean over values times a mask of mean 1. May wait for the device."""
+    sum divided by a tensor, which is probably a count, or a mean over values times weights of mean 1. May wait for the device."""
     terms = [node for node, _ in _terms(loss)]
     counts = {node._saved_target.numel() for node in terms if _is_mean_cross_entropy(node)}
-    return any(_is_over_a_part(node, rows, counts) for node in terms)
+    return any(_is_over_a_part(node, rows, counts) for node in terms if not (rows and _is_of_one_row(node, rows)))
 
 
 def divisors(loss: torch.Tensor) -> list[float]:
@@ -178,11 +277,11 @@ def divisors(loss: torch.Tensor) -> list[float]:
     return numbers
 
 
-def mean_over(loss: torch.Tensor) -> int:
-    """How many values `loss` averages; 0 if it is no mean or has several terms."""
+def mean_over(loss: torch.Tensor, rows: int | None = None) -> int:
+    """How many values `loss` averages; 0 if it is no mean, has several terms, or averages means over `rows` rows."""
     nodes = [node for node, _ in _terms(loss)]
     is_mean = type(nodes[0]).__name__ == "MeanBackward0" or getattr(nodes[0], "_saved_reduction", None) == _MEAN
-    return _elements(nodes[0]) if len(nodes) == 1 and is_mean else 0
+    return _elements(nodes[0]) if len(nodes) == 1 and is_mean and not _is_of_means(nodes[0], rows) else 0
 
 
 def _is_over_a_part(node: Any, rows: int | None, counts: set[int]) -> bool:
@@ -195,13 +294,27 @@ def _is_over_a_part(node: Any, rows: int | None, counts: set[int]) -> bool:
         if rows and elements % rows and (any(map(_is_masked, _near(below))) or _is_selection(selection, elements)):
             return True
         # Other selections usually take one value per row.
-        return _is_masked(selection) or (name == "MeanBackward0" and _has_normalised_mask(selection, elements))
-    return name == "DivBackward0" and not (counts and float(node._saved_other) in counts)
+        if _is_masked(selection) or (name == "MeanBackward0" and _has_normalised_weights(selection, elements)):
+            return True
+    if name == "DivBackward0":
+        return not (counts and float(node._saved_other) in counts)
+    return bool(rows) and _Means(rows or 0, alone=False).visit(node).is_ratio
 
 
-def _has_normalised_mask(node: Any, elements: int) -> bool:
-    """Whether `node` multiplies `elements` values by a mask that was divided by its own mean, as in `mask /= mask.mean()`, perhaps before a
-    `where` that replaces nan. Waits for the device."""
+def _is_of_one_row(node: Any, rows: int) -> bool:
+    """Whether a result is computed from one of `rows` rows, as in a loop over rows: within `_NEAR_ROW` operations a row is selected."""
+    for _ in range(_NEAR_ROW):
+        if type(node).__name__ == "SelectBackward0" and node._saved_dim == 0 and node._saved_self_sym_sizes[0] == rows:
+            return True
+        if len(_below(node)) != 1:  # it may join several rows
+            return False
+        (node,) = _below(node)
+    return False
+
+
+def _has_normalised_weights(node: Any, elements: int) -> bool:
+    """Whether `node` multiplies `elements` values by a mask or weights that were divided by their own mean, as in `mask /= mask.mean()`,
+    perhaps before a `where` that replaces nan. Waits for the device."""
     if type(node).__name__ == "WhereBackward0":
         node = _through(next(each for each, _ in node.next_functions if each is not None))
     if type(node).__name__ != "MulBackward0":
@@ -212,7 +325,7 @@ def _has_normalised_mask(node: Any, elements: int) -> bool:
     mask = node._saved_self if constant[0] else node._saved_other
     if not isinstance(mask, torch.Tensor) or not mask.is_floating_point() or mask.numel() != elements:
         return False
-    return elements > 1 and bool((mask == 0).any()) and math.isclose(mask.mean(), 1, abs_tol=1e-5)
+    return elements > 1 and bool((mask != 1).any()) and math.isclose(mask.mean(), 1, abs_tol=1e-5)
 
 
 def _elements(node: Any) -> int:
@@ -241,18 +354,20 @@ def _is_selection(node: Any, elements: int) -> bool:
 
 
 def _is_masked(node: Any) -> bool:
-    """Whether an operation selects by a boolean mask."""
+    """Whether an operation selects by a boolean mask, or the largest or smallest values over rows."""
+    if type(node).__name__ == "TopkBackward0":
+        return node._saved_dim in (0, 2**64 - len(node._saved_self_sym_sizes))
     if type(node).__name__ == "IndexBackward0":
         return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in node._saved_indices)
     return type(node).__name__ == "MaskedSelectBackward0"
 
 
-def terms_over_labels(loss: torch.Tensor) -> list[tuple[bool, torch.Tensor, int]]:
+def terms_over_labels(loss: torch.Tensor, rows: int | None = None) -> list[tuple[bool, torch.Tensor, int]]:
     """For each cross-entropy among the terms of `loss`: whether it has class weights, the number or total weight of the labels that it
-    counted (0-dim, on the device), and the number of all labels."""
+    counted (0-dim, on the device), and the number of all labels. Without those of single rows of a batch of `rows` rows."""
     terms = []
     for node, _ in _terms(loss):
-        if _is_mean_cross_entropy(node):
+        if _is_mean_cross_entropy(node) and not (rows and _is_of_one_row(node, rows)):
             terms.append(
                 (node._saved_weight is not None, node._saved_total_weight.detach(), node._saved_target.numel())
             )

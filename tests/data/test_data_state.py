@@ -6,6 +6,7 @@ import copy
 import json
 import random
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,31 @@ class Stream(IterableDataset[Any]):
         self.inner.load_state_dict(state)
 
 
+class Rolls(IterableDataset[Any]):
+    """Rows of a stream that counts its epochs: when a row is requested after the last one, or, if `late`, when it is read again."""
+
+    def __init__(self, late: bool) -> None:
+        self.late = late
+        self.at = self.epoch = 0
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        self._roll(self.late)
+        while self.at < BATCHES:
+            self.at += 1
+            yield torch.tensor([self.epoch * 100 + self.at, 0, 0])
+        self._roll(not self.late)
+
+    def _roll(self, is_due: bool) -> None:
+        if is_due and self.at == BATCHES:
+            self.at, self.epoch = 0, self.epoch + 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at, "epoch": self.epoch}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.at, self.epoch = state["at"], state["epoch"]
+
+
 def opened(data: Any, loading: Loading | None, rank: int, world_size: int, **settings: Any) -> Source:
     return open_source(
         data, argument="train", loading=loading or Loading(), training=True, rank=rank, world_size=world_size, seed=5,
@@ -97,8 +123,20 @@ def read(source: Source, epoch: int, start: int) -> Iterator[tuple[list[Any], in
         (Stream, Loading(2), {}),
         (Stream, Loading(2, drop_last=True), {}),
         (Stream, Loading(2, num_workers=1), {}),
+        *(
+            (partial(Rolls, late), Loading(rows, drop_last=drop), {})
+            for late in (False, True)
+            for rows in (2, 3)
+            for drop in (False, True)
+        ),
     ],
-    ids=["iterable", "limited", "stream", "stream, drop last", "stream in a worker"],
+    ids=["iterable", "limited", "stream", "stream, drop last", "stream in a worker"]
+    + [
+        f"rolls {when}, {rows} rows{drop}"
+        for when in ("at its end", "when read")
+        for rows in (2, 3)
+        for drop in ("", ", drop last")
+    ],
 )
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_resume_from_every_position_goes_on_without_reading_again(

@@ -130,6 +130,41 @@ def _masked(mask: torch.Tensor) -> torch.Tensor:
     return torch.where(values.isnan(), torch.zeros_like(values), values).mean()
 
 
+EACH, WEIGHTS = LOGITS.square().mean(1), torch.linspace(0.1, 3.0, 6)
+TASKS = torch.ones(5, requires_grad=True)
+COUNTS = (LOGITS > 0).sum(0)
+"""A label is missing in some tasks of some rows."""
+
+
+@pytest.mark.parametrize(
+    ("loss", "over_a_part"),
+    [
+        (lambda: ((LOGITS * (LOGITS > 0)).sum(0) / COUNTS).mean(), True),
+        (lambda: ((LOGITS * (LOGITS > 0)).sum(dim=-2) / COUNTS.clamp(min=1)).mean(), True),
+        (lambda: ((LOGITS[:, :6] * (LOGITS > 0)).sum(0) / COUNTS * TASKS.exp()).sum(), True),
+        (lambda: torch.stack([(LOGITS[:, i] * (LOGITS[:, i] > 0)).sum() / COUNTS[i] for i in range(5)]).mean(), True),
+        (lambda: (LOGITS.sum(0) / torch.tensor(6)).mean(), False),  # the number of rows
+        (lambda: ((LOGITS * (LOGITS > 0)).sum(1) / (LOGITS > 0).sum(1)).mean(), False),  # of each row
+        (lambda: EACH.topk(3).values.mean(), True),
+        (lambda: LOGITS.square().topk(3, dim=1).values.mean(), False),  # of each row
+        (lambda: sum(mse_loss(r[r > 0], r.detach()[r > 0] + 1) for r in map(LOGITS.__getitem__, range(6))) / 6, False),
+        (lambda: torch.cat([LOGITS[i][LOGITS[i] > 0] for i in range(6)]).mean(), True),
+    ],
+)
+def test_a_ratio_of_sums_over_rows_and_the_largest_losses_are_over_a_part(
+    loss: Callable[[], torch.Tensor], over_a_part: bool
+) -> None:
+    assert is_over_a_part(loss(), rows=6) == over_a_part
+    assert not is_sum(loss(), rows=6)
+
+
+def test_a_mean_over_as_many_tasks_as_rows_of_a_masked_mean_over_rows_is_over_a_part() -> None:
+    square = torch.randn(36, generator=GENERATOR, requires_grad=True).view(6, 6)
+    mask = torch.rand(6, 6, generator=GENERATOR) < 0.5
+    assert is_over_a_part(((square * mask).sum(0) / mask.sum(0).clamp(min=1)).mean(), rows=6)
+    assert not is_over_a_part(((square * mask).sum(1) / mask.sum(1).clamp(min=1)).mean(), rows=6)
+
+
 def test_a_mean_over_values_times_a_normalised_mask_is_over_a_part() -> None:
     some = torch.arange(LOGITS.numel()).view(LOGITS.shape) % 3 > 0
     assert is_over_a_part(_masked(some))
@@ -137,9 +172,8 @@ def test_a_mean_over_values_times_a_normalised_mask_is_over_a_part() -> None:
     assert not is_over_a_part(_masked(torch.ones_like(some)))
     assert not is_over_a_part((LOGITS.square() * some.float()).mean())  # the zeros count
     assert not is_over_a_part((LOGITS.square() * (torch.arange(5.0) / 2)).mean())  # not one weight per value
-
-
-EACH, WEIGHTS = LOGITS.square().mean(1), torch.linspace(0.1, 3.0, 6)
+    assert is_over_a_part((EACH * (WEIGHTS / WEIGHTS.mean())).mean())
+    assert not is_over_a_part((EACH * WEIGHTS).mean())
 
 
 @pytest.mark.parametrize(
@@ -162,6 +196,10 @@ EACH, WEIGHTS = LOGITS.square().mean(1), torch.linspace(0.1, 3.0, 6)
         (lambda: torch.einsum("b->", EACH), 6, True),
         (lambda: EACH.sum(dim=0), 6, True),
         (lambda: LOGITS[:1].square().sum(1).mean(), 1, False),  # a mean over one row
+        (lambda: LOGITS.square().mean(0).sum(), 6, False),  # of means over rows
+        (lambda: (LOGITS.square().mean(0) * (-TASKS).exp() + TASKS).sum(), 6, False),
+        (lambda: torch.dot(LOGITS.square().mean(dim=-2), torch.ones(5) / 5), 6, False),
+        (lambda: LOGITS.square().mean(1).sum(), 6, True),
         (lambda: mse_loss(LOGITS, LOGITS.detach() + 1, reduction="sum") / 6 + LOGITS.mean(), 6, False),
     ],
 )
@@ -169,6 +207,15 @@ def test_a_sum_over_rows_that_are_known_is_told_from_a_mean(
     loss: Callable[[], torch.Tensor], rows: int, a_sum: bool
 ) -> None:
     assert is_sum(loss(), rows) == a_sum
+
+
+@pytest.mark.parametrize(
+    "combined", [torch.sum, torch.mean, lambda losses: torch.dot(torch.tensor([0.2, 0.8]), losses)]
+)
+def test_what_combines_the_means_of_several_tasks_is_no_sum_or_mean_over_values(combined: Callable[..., Any]) -> None:
+    tasks = torch.stack([mse_loss(LOGITS, LOGITS.detach() + 1), cross_entropy(LOGITS, TARGET.clamp(min=0))])
+    made = Made.by(combined(TASKS[:2].exp() * tasks + TASKS[:2]), 6)
+    assert not made.is_notable()
 
 
 PARAMETER, BIAS = torch.ones(6, 5, requires_grad=True), torch.ones(6, requires_grad=True)  # as long as the batch
@@ -237,6 +284,11 @@ def test_a_sum_that_is_divided_by_something_else_than_its_rows_is_seen(
     assert odd_divisor(loss(), rows) == divisor
 
 
+def focused(loss: torch.Tensor) -> torch.Tensor:
+    """The focal loss of cross-entropies."""
+    return (1 - torch.exp(-loss)) ** 2 * loss
+
+
 @pytest.mark.parametrize(
     ("loss", "rows", "function"),
     [
@@ -247,6 +299,15 @@ def test_a_sum_that_is_divided_by_something_else_than_its_rows_is_seen(
         (lambda: cross_entropy(LOGITS, TARGET).exp(), 6, "Exp"),
         (lambda: EACH.mean(0).sqrt(), 6, "Sqrt"),
         (lambda: ((EACH * WEIGHTS).sum() / WEIGHTS.sum()).sqrt(), 6, "Sqrt"),
+        (lambda: focused(cross_entropy(LOGITS, TARGET.clamp(min=0))), 6, "Exp"),
+        (lambda: focused(cross_entropy(LOGITS, TARGET.clamp(min=0), reduction="none")).mean(), 6, ""),
+        (lambda: -10 * torch.log10(1 / LOGITS.square().mean()), 6, "Reciprocal"),
+        (lambda: (LOGITS.square().mean() - 0.1).abs() + 0.1, 6, "Abs"),
+        (lambda: LOGITS.square().mean() * (1 + EACH.mean()), 6, "Mul"),
+        (lambda: LOGITS.square().mean(0).clamp(min=0.1).sum(), 6, "Clamp"),
+        (lambda: LOGITS.square().mean().clamp(max=100.0), 6, ""),  # a guard
+        (lambda: EACH.mean() - (LOGITS.softmax(1).mean(0).log() * 0.2).sum(), 6, "Log"),
+        (lambda: (LOGITS.square().mean(0) * (-TASKS).exp() + TASKS).sum(), 6, ""),  # linear in the means
         (lambda: LOGITS.square().mean(1).sqrt().mean(), 6, ""),
         (lambda: LOGITS[:1].square().mean(1).sqrt().mean(), 1, ""),
         (lambda: LOGITS[:1].square().mean().sqrt(), 1, ""),  # the mean over rows is that over one such value per row

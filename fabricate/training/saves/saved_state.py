@@ -324,7 +324,8 @@ def _restore_data(run: Run, reader: Reader, tree: Any) -> None:
     if run.source.resumes != "by its own state" or saved.get("state") is None:
         return
     state = decode_mapping(reader, saved["state"], "the state of train")
-    kinds = {"data": object, "taken": int, "random": tuple, "generators": list}
+    kinds = {"data": object, "taken": int, "left": int, "random": tuple, "generators": list}
+    state.setdefault("left", 0)  # version 0.1.0 did not write it
     if state.keys() != kinds.keys() or not all(isinstance(state[name], kind) for name, kind in kinds.items()):
         raise CheckpointError(f"checkpoint {reader.path}: the state of train is not as fabricate writes it")
     run.source.state = state

@@ -92,8 +92,8 @@ class Made(NamedTuple):
         """Read the autograd graph of `loss`, before backward. `rows`: the number of rows of its batch, if it is known."""
         rows = rows or None
         divisor = odd_divisor(loss, rows) if rows else None
-        over_a_part, cross_entropies = is_over_a_part(loss, rows), terms_over_labels(loss)
-        values, function = mean_over(loss), function_of_a_mean(loss, rows)
+        over_a_part, cross_entropies = is_over_a_part(loss, rows), terms_over_labels(loss, rows)
+        values, function = mean_over(loss, rows), function_of_a_mean(loss, rows)
         return cls(
             last_operation(loss),
             is_sum(loss, rows),
