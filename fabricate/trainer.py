@@ -392,11 +392,13 @@ class Trainer:
         return target
 
     def export(self, path: str | os.PathLike[str]) -> Path:
-        """Write the current weights into the new folder `path`, in the form of `RUN_DIR/model/`. Call it on all ranks, when no update is in
-        progress: in `on_saved`, `on_eval_end`, `on_epoch_end` or `on_fit_end`. Raises `CheckpointError` if `path` exists, and
-        `FabricateError` during an update."""
+        """Write the weights that the module holds now into the new folder `path`, in the form of `RUN_DIR/model/`. Call it on all ranks and
+        between updates: in `on_saved`, `on_eval_end`, `on_epoch_end` or `on_fit_end`. In the check of validation before training
+        it writes nothing. Raises `CheckpointError` if `path` exists, and `FabricateError` during an update."""
         run, target = self._live(), Path(path)
-        if not run.now.at_boundary:
+        if run.engine.moment.trial:
+            return target
+        if run.now.in_update:
             raise FabricateError(
                 f"export({str(path)!r}): it cannot run during an update; call it in on_saved, for example"
             )

@@ -77,14 +77,37 @@ _HIGHER_IS_BETTER = frozenset(
         "hit",
         "hits",
         "success",
+        "win",
+        "pass",
+        "elbo",
+        "likelihood",
+        "similarity",
+        "matthews",
+        "qwk",
+        "cindex",
+        "nmi",
+        "ari",
+        "silhouette",
+        "cider",
+        "stoi",
+        "pesq",
+        "sdr",
+        "snr",
+        "sharpe",
+        "explained",
     ]
 )
+_LOWER_IS_BETTER = frozenset(["loss", "error", "err", "gap", "regret", "negative", "neg", "minus"])
+"""Words that turn a name with one of the words above around: `val_accuracy_gap`."""
 
 
 def suggests_max(metric: str) -> bool:
     """Whether a word of the name of a metric (accuracy, f1, ...) suggests that higher values are better."""
-    words = re.split(r"[^a-z0-9]+", metric.lower())
-    return not _HIGHER_IS_BETTER.isdisjoint([*words, *(word.rstrip("0123456789") for word in words)])
+    # `mAP` as one word, and `MulticlassAUROC` and `CLIPScore` as two.
+    apart = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", " ", metric)
+    words = re.split(r"[^a-z0-9]+", f"{metric} {apart}".lower())
+    words += [word.rstrip("0123456789") for word in words]
+    return not _HIGHER_IS_BETTER.isdisjoint(words) and _LOWER_IS_BETTER.isdisjoint(words)
 
 
 def metric_mode(where: str, metric: str, mode: str | None) -> str:

@@ -87,14 +87,46 @@ def test_the_result_of_a_fit_has_defaults_for_a_run_without_directory() -> None:
     assert FitResult(3, 1, {"loss": 0.5}, "max_steps", Path("here")).checkpoint == Path("here")
 
 
-@pytest.mark.parametrize("metric", ["val_acc", "val/accuracy", "val_F1", "top5_acc", "mAP", "val_pearson", "hits@10"])
+@pytest.mark.parametrize(
+    "metric",
+    [
+        "val_acc",
+        "val/accuracy",
+        "val_F1",
+        "top5_acc",
+        "mAP",
+        "val_pearson",
+        "hits@10",
+        "val_m_MulticlassAccuracy",
+        "F1Score",
+        "CLIPScore",
+        "rougeLsum",
+        "val_mAP50",
+        "BinaryAUROC",
+        "elbo",
+        "win_rate",
+    ],
+)
 def test_a_metric_whose_name_says_that_higher_is_better_needs_a_mode(metric: str) -> None:
     with pytest.raises(ConfigurationError, match=rf"^keep: is a higher or a lower '{metric}' better\?"):
         metric_mode("keep", metric, None)
     assert metric_mode("keep", metric, "min") == "min"
 
 
-@pytest.mark.parametrize("metric", ["val_loss", "val_error", "perplexity", "val_mae", "wer"])
+@pytest.mark.parametrize(
+    "metric",
+    [
+        "val_loss",
+        "val_error",
+        "perplexity",
+        "val_mae",
+        "wer",
+        "val_dice_loss",
+        "top1_error",
+        "MeanSquaredError",
+        "negative_log_likelihood",
+    ],
+)
 def test_any_other_metric_is_best_when_it_is_lowest(metric: str) -> None:
     assert metric_mode("keep", metric, None) == "min"
     assert metric_mode("keep", metric, "max") == "max"

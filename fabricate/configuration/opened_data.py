@@ -7,7 +7,7 @@ Owns how a global batch, a strategy's file and the loading arguments become batc
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -78,18 +78,19 @@ def open_data(
     few = settings.overfit_batches if train is not None else None
     if few is not None:
         train, loading = _in_order(train, loading, few)
+    sets = val if isinstance(val, Mapping) else {"": val} if val is not None else {}
     if train is not None:
-        source = _training_source(settings, resolved, train, loading, accumulation[0])
+        for_train = _for_training(train, sets.values(), loading)
+        source = _training_source(settings, resolved, train, for_train, accumulation[0])
         _check_batch_size(source, resolved)
         if resolved.global_batch_size is not None:
             accumulation = _accumulation(source, resolved)
-            source = _training_source(settings, resolved, train, loading, accumulation[0])
+            source = _training_source(settings, resolved, train, for_train, accumulation[0])
     limit = {
         "validate": settings.limit_val_batches,
         "test": settings.limit_test_batches,
         "predict": settings.limit_predict_batches,
     }[stage]
-    sets = val if isinstance(val, Mapping) else {"": val} if val is not None else {}
     if train is not None and limit == 0:
         sets = {}  # limit_val_batches=0 turns the validation of a fit off
     elif few is not None:
@@ -243,6 +244,13 @@ def _rows(data: object) -> bool:
 def _stream(data: object) -> bool:
     """Whether `data` can only be read from its beginning: torch's or Hugging Face's iterable data set."""
     return isinstance(data, IterableDataset) or type(data).__name__ == "IterableDataset"
+
+
+def _for_training(train: object, validation: Iterable[object], loading: Loading) -> Loading:
+    """The part of `loading` that applies to `train`: for loaders and iterables of batches not what a data set in `validation` needs."""
+    if _rows(train) or not any(map(_rows, validation)):
+        return loading
+    return replace(loading, batch_size=None, num_workers=0, collate_fn=None)
 
 
 def _for_evaluation(data: object, loading: Loading) -> Loading:

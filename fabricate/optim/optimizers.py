@@ -168,6 +168,11 @@ def _moment(where: str, given: Any, scheduler: Any, advances: str | None) -> str
         raise ConfigurationError(
             f"{where} is {given!r}, and schedules with a name advance per update; leave {advances!r} out"
         )
+    if by_metric and advances is None and getattr(scheduler, "mode", "min") == "max":
+        raise ConfigurationError(
+            f"{where}: {kind} has mode='max', and the metric by which it advances is val_loss if none is named; name the metric: "
+            "(optimizer, scheduler, 'val_accuracy')"
+        )
     advances = advances or ("val_loss" if by_metric else "step")
     if (advances in ("step", "epoch")) == by_metric:
         takes = "give 'step' (updates, the default) or 'epoch'"

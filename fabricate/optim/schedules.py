@@ -70,7 +70,7 @@ class Schedule:
         if self.metric is not None and self.metric not in metrics:
             raise ConfigurationError(
                 f"{type(self.made).__name__} needs {self.metric} and validation gave {', '.join(metrics) or 'nothing'}; return it from "
-                "validation_step, or name another: (optimizer, scheduler, 'val_accuracy')"
+                "validation_step, or name another as the third: (optimizer, scheduler, name)"
             )
 
     def state_dict(self) -> dict[str, Any]:

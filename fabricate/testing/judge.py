@@ -173,15 +173,20 @@ def _gradients_agree(report: Report, label: str, rank: int, trace: Trace, hand: 
         "keep gradients in parameter.grad, or declare exposes_gradients = False",
     ):
         return False
-    wrong = [n for n, p in trace.gradients.items() if _distance(p, hand.gradients[n]) > 10 * TOLERANCE]
+    distances = {n: _distance(part, hand.gradients[n]) for n, part in trace.gradients.items()}
+    wrong = [n for n, distance in distances.items() if distance > 10 * TOLERANCE]
+    ratio, farthest = _ratio(trace.gradients, hand.gradients), max(distances.values(), default=0.0)
+    found = f"is {ratio:.3g} times as large as it should be"
+    remedy = "gradients have to be averaged over ranks exactly once, in the backward of the window's last micro-batch"
+    if abs(ratio - 1) < 0.01:
+        found = f"differs by up to {farthest:.1g} of its largest element"
+        remedy = "a strategy that rounds or compresses gradients is not equivalent"
     return report.expect(
         not wrong,
         f"agreement with one process: {label}",
         _AGREEMENT,
-        f"on rank {rank} the gradient of {_some(wrong)} is {_ratio(trace.gradients, hand.gradients)} as large as it should be in "
-        "on_before_step",
-        "gradients have to be averaged over ranks exactly once, in the backward of the window's last micro-batch; "
-        "with equivalent=False this is not checked",
+        f"on rank {rank} the gradient of {_some(wrong)} {found} in on_before_step",
+        f"{remedy}; with equivalent=False this is not checked",
     )
 
 
@@ -216,13 +221,13 @@ def _distance(part: Part, whole: Part) -> float:
     return float((values - wanted).abs().max()) / max(largest, 1e-12) if values.numel() else 0.0
 
 
-def _ratio(found: dict[str, Part], wanted: dict[str, Part]) -> str:
+def _ratio(found: dict[str, Part], wanted: dict[str, Part]) -> float:
     """The norm of the gradient as a multiple of the expected norm."""
     parts = [(part, wanted[name][1][part[0] : part[0] + part[1].numel()]) for name, part in found.items()]
     norms = [
         math.sqrt(sum(float(t.square().sum()) for t in of)) for of in ([p[1] for p, _ in parts], [w for _, w in parts])
     ]
-    return f"{norms[0] / max(norms[1], 1e-12):.3g} times"
+    return norms[0] / max(norms[1], 1e-12)
 
 
 def judge_replicas(report: Report, where: str, ranks: list[Trace]) -> bool:

@@ -240,6 +240,37 @@ class Exports(Callback):
         trainer.export(trainer.run_dir / "now")
 
 
+class ExportsInEvaluations(Net):
+    def validation_step(self, batch: Any) -> Any:
+        return {"loss": self.training_step(batch)}
+
+    def on_eval_end(self) -> None:
+        self.trainer.export(self.trainer.run_dir / f"evaluated-{self.trainer.step}")
+
+    def on_epoch_end(self) -> None:
+        self.trainer.export(self.trainer.run_dir / f"epoch-{self.trainer.step}")
+
+
+def test_weights_can_be_exported_at_the_end_of_an_evaluation_or_epoch(tmp_path: Path) -> None:
+    Trainer(max_epochs=2, run_dir=tmp_path, progress=False).fit(
+        ExportsInEvaluations(), ROWS, ROWS, batch_size=len(ROWS)
+    )
+    folders = {path.parent.name: load_file(path)["layer.weight"] for path in tmp_path.glob("*/model.safetensors")}
+    assert folders.keys() == {"epoch-1", "evaluated-1", "epoch-2", "evaluated-2", "model"}
+    assert torch.equal(folders["epoch-1"], folders["evaluated-1"])
+    assert torch.equal(folders["evaluated-2"], folders["model"])
+    assert not torch.equal(folders["epoch-1"], folders["epoch-2"])
+
+
+def test_an_export_during_an_update_is_an_error(tmp_path: Path) -> None:
+    class Early(Net):
+        def on_step(self) -> None:
+            self.trainer.export(tmp_path / "early")
+
+    with pytest.raises(FabricateError, match="cannot run during an update"):
+        Trainer(max_steps=1, progress=False).fit(Early(), ROWS, batch_size=4)
+
+
 def test_an_export_replaces_nothing(tmp_path: Path) -> None:
     trainer = Trainer(max_steps=1, run_dir=tmp_path / "run", plugins=[Exports()], progress=False)
     trainer.fit(Net(), ROWS, batch_size=4)

@@ -271,6 +271,10 @@ def test_a_schedule_of_an_epoch_goes_on_where_it_was(tmp_path: Path) -> None:
             ("reduce_lr_on_plateau:factor=0.5", "val_accuracy"),
             "is 'reduce_lr_on_plateau:factor=0.5': is a higher or a lower 'val_accuracy' better?",
         ),
+        (
+            ("reduce_lr_on_plateau:mode=max",),
+            "has mode='max', and the metric by which it advances is val_loss if none is named",
+        ),
         (("greedy", "val_f1"), "is 'greedy': is a higher or a lower 'val_f1' better?"),
         (("plateau",), "ReduceLROnPlateau, advanced by val_loss, and this fit has no validation; pass val= to fit"),
     ],

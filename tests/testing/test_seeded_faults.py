@@ -201,6 +201,22 @@ class AveragesTwice(DDP):
         super().backward(loss / torch.distributed.get_world_size())
 
 
+class Rounds(DDP):
+    """Rounds gradients to bfloat16, as a strategy that exchanges them in few bits."""
+
+    name: ClassVar[str] = "rounds"
+
+    def prepare(self, accelerator: Any, root: Any, module: TrainModule) -> torch.nn.Module:
+        for parameter in module.parameters():
+            parameter.register_post_accumulate_grad_hook(self._round)
+        return super().prepare(accelerator, root, module)
+
+    @staticmethod
+    def _round(parameter: torch.nn.Parameter) -> None:
+        assert parameter.grad is not None
+        parameter.grad.copy_(parameter.grad.bfloat16())
+
+
 class IgnoresAccumulation(DDP):
     """Only the last micro-batch of a window counts."""
 
@@ -260,6 +276,14 @@ class ClipsNothing(DDP):
             ],
         ),
         (AveragesTwice, ["agreement with one process: whole batches, 2 ranks", "is 0.5 times as large"]),
+        (
+            Rounds,
+            [
+                "agreement with one process: whole batches, 2 ranks",
+                "differs by up to 0.00",
+                "rounds or compresses gradients",
+            ],
+        ),
         (IgnoresAccumulation, ["agreement with one process: accumulation, 2 ranks"]),
         (ClipsNothing, ["agreement with one process: clipping, 2 ranks"]),
         (SaysItShards, ["shards_parameters = True: 2 ranks", "elements by rank [1089, 1089]"]),

@@ -197,6 +197,19 @@ def test_wrong_training_data_is_refused_before_the_first_step(train: Any, fit: d
     refused(message, train=train, fit=fit)
 
 
+def test_a_batch_size_beside_a_training_loader_is_that_of_the_validation_set() -> None:
+    class Sizes(Regression):
+        def validation_step(self, batch: Any) -> Any:
+            self.sizes.append(len(batch[0]))
+            return {"loss": self.training_step(batch)}
+
+    module, rows = Sizes(), torch.utils.data.TensorDataset(torch.zeros(4, 3), torch.zeros(4, 1))
+    module.sizes = []
+    loader = torch.utils.data.DataLoader(rows, batch_size=4)
+    Trainer(max_steps=1, progress=False).fit(module, loader, rows, batch_size=2)
+    assert set(module.sizes) == {2}
+
+
 class Growing(torch.utils.data.Dataset):  # type: ignore[type-arg]
     rows = 4
 
