@@ -294,7 +294,8 @@ def _is_over_a_part(node: Any, rows: int | None, counts: set[int]) -> bool:
         if rows and elements % rows and (any(map(_is_masked, _near(below))) or _is_selection(selection, elements)):
             return True
         # Other selections usually take one value per row.
-        if _is_masked(selection) or (name == "MeanBackward0" and _has_normalised_weights(selection, elements)):
+        weights = _weights(selection) if name == "MeanBackward0" else getattr(node, "_saved_weight", None)
+        if _is_masked(selection) or _are_normalised(weights, {elements, rows}):
             return True
     if name == "DivBackward0":
         return not (counts and float(node._saved_other) in counts)
@@ -312,20 +313,23 @@ def _is_of_one_row(node: Any, rows: int) -> bool:
     return False
 
 
-def _has_normalised_weights(node: Any, elements: int) -> bool:
-    """Whether `node` multiplies `elements` values by a mask or weights that were divided by their own mean, as in `mask /= mask.mean()`,
-    perhaps before a `where` that replaces nan. Waits for the device."""
+def _weights(node: Any) -> Any:
+    """The mask or weights by which `node` multiplies values, perhaps before a `where` that replaces nan; None if it does not."""
     if type(node).__name__ == "WhereBackward0":
         node = _through(next(each for each, _ in node.next_functions if each is not None))
     if type(node).__name__ != "MulBackward0":
-        return False
+        return None
     constant = [source is None for source, _ in node.next_functions]
     if True not in constant:  # a saved tensor is read for a mask only: reading may compute an activation again
+        return None
+    return node._saved_self if constant[0] else node._saved_other
+
+
+def _are_normalised(weights: Any, sizes: set[int | None]) -> bool:
+    """Whether `weights`, as many as one of `sizes`, were divided by their own mean, as in `mask /= mask.mean()`. Waits for the device."""
+    if not isinstance(weights, torch.Tensor) or not weights.is_floating_point() or weights.numel() not in sizes - {1}:
         return False
-    mask = node._saved_self if constant[0] else node._saved_other
-    if not isinstance(mask, torch.Tensor) or not mask.is_floating_point() or mask.numel() != elements:
-        return False
-    return elements > 1 and bool((mask != 1).any()) and math.isclose(mask.mean(), 1, abs_tol=1e-5)
+    return bool((weights != 1).any()) and math.isclose(weights.mean(), 1, abs_tol=1e-5)
 
 
 def _elements(node: Any) -> int:

@@ -218,6 +218,14 @@ class StepWatch(TorchFunctionMode):
         """Whether a metric is a mean of one number per row."""
         return any(each.is_mean and each.divisor == rows and each.is_in(value) for each in self._all())
 
+    def gives_losses_over_rows(self, logged: list[Any], rows: int) -> bool:
+        """Whether the losses in `logged`, or all its entries if none is called a loss, are recorded means over one value for each of `rows`
+        rows."""
+        averaged = [(name, value) for name, value, weight, reduce in logged if weight is None and reduce == "mean"]
+        losses = [value for name, value in averaged if name.endswith("loss")] or [value for _, value in averaged]
+        over_rows = [each for each in self._all() if each.sizes == (rows,) and each.divisor == rows]
+        return bool(losses) and all(any(each.is_in(value) for each in over_rows) for value in losses)
+
     def summed(self, logged: list[Any], rows: int | None, others: Collection[int] = ()) -> list[str]:
         """The names of the entries of `logged` that are sums over the `rows` of the batch, but will be averaged. `others`: the sizes of
         tensors without rows."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.nn.functional import cross_entropy, mse_loss
+from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, mse_loss
 
 from fabricate import ConfigurationError, Trainer, TrainModule
 from fabricate.metrics.loss_weight import (
@@ -172,8 +172,13 @@ def test_a_mean_over_values_times_a_normalised_mask_is_over_a_part() -> None:
     assert not is_over_a_part(_masked(torch.ones_like(some)))
     assert not is_over_a_part((LOGITS.square() * some.float()).mean())  # the zeros count
     assert not is_over_a_part((LOGITS.square() * (torch.arange(5.0) / 2)).mean())  # not one weight per value
-    assert is_over_a_part((EACH * (WEIGHTS / WEIGHTS.mean())).mean())
-    assert not is_over_a_part((EACH * WEIGHTS).mean())
+    for of_rows in (WEIGHTS / WEIGHTS.mean(), WEIGHTS / WEIGHTS.sum() * 6):
+        assert is_over_a_part((EACH * of_rows).mean(), rows=6)
+        assert is_over_a_part((LOGITS.square() * of_rows[:, None]).mean(), rows=6)
+        assert is_over_a_part(binary_cross_entropy_with_logits(EACH, (TARGET > 0).float(), weight=of_rows), rows=6)
+    assert not is_over_a_part((EACH * WEIGHTS).mean(), rows=6)
+    assert not is_over_a_part(binary_cross_entropy_with_logits(EACH, (TARGET > 0).float(), weight=WEIGHTS), rows=6)
+    assert not is_over_a_part(cross_entropy(LOGITS, TARGET.clamp(min=0), weight=CLASSES / CLASSES.mean()), rows=6)
 
 
 @pytest.mark.parametrize(
@@ -545,6 +550,35 @@ def test_a_loss_that_may_not_be_a_mean_over_rows_is_noted(
             "a batch holds whole numbers of the shape (2, 6), several per row, and the loss is not a plain cross-entropy"
             in noted
         )
+
+
+class Columns(TrainModule):
+    """A mean over one value per row, from several whole numbers per row, as of categorical columns or of the tokens of a text."""
+
+    def __init__(self, per_token: bool) -> None:
+        super().__init__()
+        self.embedding = torch.nn.EmbeddingBag(5, 1)
+        self.per_token = per_token
+
+    def training_step(self, batch: Any) -> torch.Tensor:
+        x, y = batch
+        logits = self.embedding(x.flatten()[:, None]).view(x.shape) if self.per_token else self.embedding(x)
+        return binary_cross_entropy_with_logits(logits, y[:, None].expand_as(logits))
+
+    def validation_step(self, batch: Any) -> Any:
+        return {"loss": self.training_step(batch), "positive": batch[1].mean()}
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize("per_token", [False, True])
+def test_a_mean_over_one_value_per_row_gets_no_note_whatever_else_the_batch_holds(
+    per_token: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [(torch.arange(row, row + 3) % 5, torch.tensor(float(row % 2))) for row in range(16)]
+    Trainer(max_epochs=1, progress=False).fit(Columns(per_token), rows, rows, batch_size=4)
+    assert capsys.readouterr().err.count("several per row") == (2 if per_token else 0)
 
 
 def test_a_loss_over_a_part_of_numbers_is_noted_and_a_plain_one_is_not(capsys: pytest.CaptureFixture[str]) -> None:

@@ -60,7 +60,8 @@ class MeasuredSteps:
         weight = watch.weigh(logged, came) if self._by_labels else None
         if weight is None:
             computed = watch.of_other_than_rows(logged, came, self._whole, self._other_sizes)
-            text = _about_rows(self._run, self._stage, item.batch, computed)
+            one_per_row = came is not None and watch.gives_losses_over_rows(logged, came)
+            text = _about_rows(self._run, self._stage, item.batch, computed, one_per_row)
             self._by_labels, self._watch = False, None if text else watch.another_look()
         else:
             text = _about_beside(self._stage, watch.beside(logged, came, self._other_sizes))
@@ -85,7 +86,7 @@ class MeasuredSteps:
         # A sharded model runs on all ranks together; a plugin that wraps steps would count further ones.
         if run.engine.strategy.name not in ("single", "ddp") or run.calls.eval_step is not None:
             return
-        kept, unable = self._kept, self._noted or self._kept is None
+        kept, unable = self._kept, self._kept is None
         if run.engine.agree([int(unable)])[0] or kept is None:
             return
         order, restore, before = list(range(kept.rows)), restorable(run.module), _random_state(run.module)
@@ -101,6 +102,8 @@ class MeasuredSteps:
             restore()
             run.module._logged.clear()
             run.now.batch, run.now.batch_indices = None, ()
+        if self._noted:  # about the weight of its losses
+            whole = {name: mean for name, mean in whole.items() if not name.endswith("loss")}
         if not draws:
             self._note(_about_halves(self._stage, kept.rows, whole, one, other, turned))
 
@@ -190,10 +193,10 @@ def log_output(module: TrainModule, output: Any, stage: str) -> Any:
     return None if weight is None else one_weight(weight)
 
 
-def _about_rows(run: Run, stage: str, batch: Any, computed: str) -> str:
+def _about_rows(run: Run, stage: str, batch: Any, computed: str, one_per_row: bool) -> str:
     """A note about metrics that are weighted by rows but are probably means over something else; "" if there are none. `computed`: the
-    operation from which the step seems to get them."""
-    shape = several_labels(batch)
+    operation from which the step seems to get them; `one_per_row`: whether the losses are means over one value per row."""
+    shape = None if one_per_row else several_labels(batch)
     why = f"a batch holds whole numbers of the shape {shape}, several per row," if shape is not None else ""
     if computed:
         why = f"{STEPS[stage]} computes {computed},"

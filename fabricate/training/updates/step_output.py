@@ -120,7 +120,7 @@ class Made(NamedTuple):
             if self.rows and labels % self.rows:
                 return f"a term of the loss is a cross-entropy of {labels} labels for {self.rows} rows,"
         if self.over_a_part:
-            return "the loss seems to be a mean over a part of its batch"
+            return "the loss seems to be a weighted mean or a mean over a part of its batch"
         return (
             f"the loss is a mean over {self.values} values for {self.rows} rows"
             if self.rows and self.values % self.rows
@@ -217,7 +217,8 @@ def note_rows(run: Run, made: Made) -> bool:
     if made.divisor is not None:
         _note_divisor(run, made.divisor)
         return True
-    shape = several_labels(run.now.batch)
+    one_per_row = made.rows is not None and made.values == made.rows
+    shape = None if one_per_row else several_labels(run.now.batch)
     why = f"a batch holds whole numbers of the shape {shape}, several per row," if shape is not None else made.part()
     leading = leading_dimensions(run.now.batch)
     if not why and run.source is not None and run.source.kind == "iterable" and len(leading) > 1:
