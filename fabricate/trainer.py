@@ -21,7 +21,7 @@ import torch
 from fabricate.configuration.arguments import CHECKS, Settings
 from fabricate.configuration.batch_size_finder import BatchSizeFinder
 from fabricate.configuration.launched import with_launched
-from fabricate.configuration.opened_data import Data, open_data, settle
+from fabricate.configuration.opened_data import Data, open_data, refuse_search, settle
 from fabricate.configuration.plan import Plan
 from fabricate.configuration.plan_sections import make_plan
 from fabricate.configuration.resolve import Resolved, resolve
@@ -525,6 +525,7 @@ class Trainer:
         train, val = module.provide_data(self, "fit", train, val)
         self._check_fit(train, resume)
         if isinstance(batch_size, BatchSizeFinder):
+            refuse_search(train)
             facts = functools.partial(facts_of, self.settings, module, train, val, resume == "auto")
             trial = functools.partial(self._try, module, train, val)
             loading = found_size(batch_size, self.settings, loading, facts, trial)

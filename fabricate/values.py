@@ -95,9 +95,15 @@ _HIGHER_IS_BETTER = frozenset(
         "snr",
         "sharpe",
         "explained",
+        "tpr",
+        "gain",
+        "lift",
+        "sisdr",
     ]
 )
-_LOWER_IS_BETTER = frozenset(["loss", "error", "err", "gap", "regret", "negative", "neg", "minus"])
+_LOWER_IS_BETTER = frozenset(
+    ["loss", "error", "err", "gap", "regret", "negative", "neg", "minus", "std", "dist", "distance"]
+)
 """Words that turn a name with one of the words above around: `val_accuracy_gap`."""
 
 

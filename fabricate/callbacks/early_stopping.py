@@ -46,6 +46,8 @@ class EarlyStopping(Callback):
         self._worst = math.inf if mode == "min" else -math.inf
         self.best = self._worst
         self.waited = 0
+        self._fitting = False
+        """Whether a fit runs: other validations do not count."""
 
     def on_fit_start(self, trainer: Trainer) -> None:
         if not trainer.validates:
@@ -54,7 +56,10 @@ class EarlyStopping(Callback):
                 "and set validate_every to an interval that is shorter than the fit"
             )
         # Each fit starts without state. If it resumes, on_load sets the state afterwards.
-        self.best, self.waited = self._worst, 0
+        self.best, self.waited, self._fitting = self._worst, 0, True
+
+    def on_fit_end(self) -> None:
+        self._fitting = False
 
     def on_epoch_start(self, trainer: Trainer) -> None:
         if recorded := trainer.validation_metrics:
@@ -68,7 +73,7 @@ class EarlyStopping(Callback):
             )
 
     def on_eval_end(self, trainer: Trainer, stage: str, metrics: dict[str, float]) -> None:
-        if stage != "validate":
+        if stage != "validate" or not self._fitting:
             return
         self._check(metrics)
         value = metrics[self.metric]

@@ -246,6 +246,15 @@ def _stream(data: object) -> bool:
     return isinstance(data, IterableDataset) or type(data).__name__ == "IterableDataset"
 
 
+def refuse_search(train: object) -> None:
+    """Raise `ConfigurationError` for training data whose batch size a `BatchSizeFinder` cannot set."""
+    if isinstance(train, DataLoader):
+        raise ConfigurationError(
+            "batch_size=BatchSizeFinder() has no effect: train is a DataLoader, which has this setting itself. Set it there, or pass the "
+            "data set of the loader instead."
+        )
+
+
 def _for_training(train: object, validation: Iterable[object], loading: Loading) -> Loading:
     """The part of `loading` that applies to `train`: for loaders and iterables of batches not what a data set in `validation` needs."""
     if _rows(train) or not any(map(_rows, validation)):

@@ -285,16 +285,16 @@ class _Cursor:
 
 
 def _finish_epoch(data: Any, seed: int, epoch: int, cap: int, state: Any) -> None:
-    """Read `data`, whose `state` was saved after the last window of `epoch`, to the end of that epoch, as it must reach it before it begins
-    another. Reading the last window may have reached the end before the state was saved; then the state is that of the next epoch."""
+    """Read `data`, whose `state` was saved near the end of `epoch`, to the end of that epoch, as it must reach it before it begins another.
+    If it begins another at once, it is put back to its beginning, unless it has iterators of its own, each of which begins there."""
     left = state["left"]
     with RandomScope(batch_seed(seed, epoch)):
         begin_epoch(_parts(data), seed, epoch)
         data.load_state_dict(state["data"])
         stream = iter(data)
         deque(islice(stream, left), maxlen=0)
-        is_at_end = not list(islice(stream, 1))  # see `_Cursor.finish`
-        if not (is_at_end or left or state["taken"] >= cap):
+        goes_on = bool(list(islice(stream, 1)))  # see `_Cursor.finish`
+        if goes_on and not left and state["taken"] < cap and (isinstance(stream, Generator) or stream is data):
             data.load_state_dict(state["data"])
 
 
@@ -305,17 +305,23 @@ def _parts(data: Any) -> list[Any]:
 
 def _chunks(cursor: _Cursor, size: int, drop_last: bool) -> Iterator[tuple[list[Any], bool, Any]]:
     """Yield each chunk of `size` units with two values: whether it is the last one, and the state of the data after it. Reads ahead only as
-    far as needed to know the last one. The state after the last one has "left", the number of units that `drop_last` leaves out."""
+    far as needed to know the last one. With the last one comes a state before the end of the data, and in it the number of units that are
+    "left" from there on: those of the chunk itself if it is short, because reading it reached the end, or those that `drop_last` leaves
+    out."""
     ahead = size if drop_last else 1
+    before: Any = None
     chunk = cursor.take(size)
     while len(chunk) >= ahead:
         state = cursor.state()
         following = cursor.take(ahead) if len(chunk) == size else []
         last = len(following) < ahead
-        yield chunk, last, state | {"left": len(following)} if state and last else state
+        if state and last:
+            reached_end = len(chunk) < size
+            state = before | {"left": len(chunk)} if before and reached_end else state | {"left": len(following)}
+        yield chunk, last, state
         if last:
             return
-        chunk = following + cursor.take(size - len(following))
+        chunk, before = following + cursor.take(size - len(following)), state
 
 
 def _runs_no_code_here(data: Any) -> bool:

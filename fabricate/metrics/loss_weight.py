@@ -49,6 +49,8 @@ _NON_LINEAR = frozenset(
             "Softmax",
             "LogSoftmax",
             "Logsumexp",
+            "Max",
+            "Min",
         ),
     }
 )
@@ -244,6 +246,8 @@ def _is_non_linear(node: Any, found: int) -> bool:
     """Whether an operation is not linear in the `found` inputs that depend on means."""
     if _operation(node) == "Clamp":
         return found > 0 and node._saved_self.numel() > 1  # a limit of one number is usually a guard that does not act
+    if hasattr(node, "_saved_reduction"):
+        return found > 0  # a loss function of means, such as the mse_loss of mean features
     return (found > 0 and _operation(node) in _NON_LINEAR) or (found > 1 and _operation(node) in ("Mul", "Div"))
 
 
@@ -253,8 +257,8 @@ def _operation(node: Any) -> str:
 
 
 def _below(node: Any) -> list[Any]:
-    """The operations that computed the inputs of `node`."""
-    return [each for each, _ in node.next_functions if each is not None]
+    """The operations that computed the inputs of `node`, which is None for a value that nothing computed."""
+    return [] if node is None else [each for each, _ in node.next_functions if each is not None]
 
 
 def _reduces(node: Any) -> bool:
@@ -297,8 +301,8 @@ def _is_over_a_part(node: Any, rows: int | None, counts: set[int]) -> bool:
         weights = _weights(selection) if name == "MeanBackward0" else getattr(node, "_saved_weight", None)
         if _is_masked(selection) or _are_normalised(weights, {elements, rows}):
             return True
-    if name == "DivBackward0":
-        return not (counts and float(node._saved_other) in counts)
+    if name == "DivBackward0":  # a count has no gradient, but a learned scale has one
+        return node.next_functions[1][0] is None and not (counts and float(node._saved_other) in counts)
     return bool(rows) and _Means(rows or 0, alone=False).visit(node).is_ratio
 
 

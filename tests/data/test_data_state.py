@@ -101,6 +101,45 @@ class Rolls(IterableDataset[Any]):
         self.at, self.epoch = state["at"], state["epoch"]
 
 
+class Restarts:
+    """Batches in an order that is drawn when an iterator is made. An iterator holds the position and knows without another request that it
+    is at its end; a state from the end begins the next pass at once, with the generator of that state (as loaders of torchdata do)."""
+
+    def __init__(self) -> None:
+        self.generator = torch.Generator()
+        self.saved: Any = None
+        self.latest: Any = None
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        self.latest = _Pass(self, self.saved)
+        self.saved = None
+        return self.latest
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.latest.at, "order": list(self.latest.order), "generator": self.generator.get_state()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.saved = state
+
+
+class _Pass:
+    def __init__(self, data: Restarts, saved: Any) -> None:
+        if saved is not None:
+            data.generator.set_state(saved["generator"])
+        ended = saved is None or saved["at"] == BATCHES
+        self.order = torch.randperm(BATCHES, generator=data.generator).tolist() if ended else saved["order"]
+        self.at = 0 if ended else saved["at"]
+
+    def __iter__(self) -> _Pass:
+        return self
+
+    def __next__(self) -> torch.Tensor:
+        if self.at == BATCHES:
+            raise StopIteration
+        self.at += 1
+        return torch.tensor([[self.order[self.at - 1]] * 3])
+
+
 def opened(data: Any, loading: Loading | None, rank: int, world_size: int, **settings: Any) -> Source:
     return open_source(
         data, argument="train", loading=loading or Loading(), training=True, rank=rank, world_size=world_size, seed=5,
@@ -123,6 +162,8 @@ def read(source: Source, epoch: int, start: int) -> Iterator[tuple[list[Any], in
         (Stream, Loading(2), {}),
         (Stream, Loading(2, drop_last=True), {}),
         (Stream, Loading(2, num_workers=1), {}),
+        (Restarts, None, {}),
+        (Restarts, None, {"accumulation": 2}),
         *(
             (partial(Rolls, late), Loading(rows, drop_last=drop), {})
             for late in (False, True)
@@ -130,7 +171,15 @@ def read(source: Source, epoch: int, start: int) -> Iterator[tuple[list[Any], in
             for drop in (False, True)
         ),
     ],
-    ids=["iterable", "limited", "stream", "stream, drop last", "stream in a worker"]
+    ids=[
+        "iterable",
+        "limited",
+        "stream",
+        "stream, drop last",
+        "stream in a worker",
+        "own iterators",
+        "own iterators, accumulation",
+    ]
     + [
         f"rolls {when}, {rows} rows{drop}"
         for when in ("at its end", "when read")
@@ -156,7 +205,7 @@ def test_a_resume_from_every_position_goes_on_without_reading_again(
                 following = whole[then] if end == 0 else windows[number + 1 :]
                 assert [rows for rows, *_ in read(again, then, end)] == [rows for rows, *_ in following]
                 if isinstance(fresh, Remembers) and not settings:
-                    assert fresh.reads == (BATCHES if end == 0 else BATCHES - state["taken"])
+                    assert fresh.reads == (BATCHES + state["left"] if end == 0 else BATCHES - state["taken"])
 
 
 class Net(TrainModule):

@@ -144,6 +144,7 @@ COUNTS = (LOGITS > 0).sum(0)
         (lambda: ((LOGITS[:, :6] * (LOGITS > 0)).sum(0) / COUNTS * TASKS.exp()).sum(), True),
         (lambda: torch.stack([(LOGITS[:, i] * (LOGITS[:, i] > 0)).sum() / COUNTS[i] for i in range(5)]).mean(), True),
         (lambda: (LOGITS.sum(0) / torch.tensor(6)).mean(), False),  # the number of rows
+        (lambda: LOGITS.square().mean() / (2 * TASKS[0] ** 2) + TASKS[0].log(), False),  # a learned scale
         (lambda: ((LOGITS * (LOGITS > 0)).sum(1) / (LOGITS > 0).sum(1)).mean(), False),  # of each row
         (lambda: EACH.topk(3).values.mean(), True),
         (lambda: LOGITS.square().topk(3, dim=1).values.mean(), False),  # of each row
@@ -289,6 +290,11 @@ def test_a_sum_that_is_divided_by_something_else_than_its_rows_is_seen(
     assert odd_divisor(loss(), rows) == divisor
 
 
+@pytest.mark.parametrize("scaled", [1, 2.0])
+def test_a_loss_that_no_operation_computed_is_no_mean_of_anything(scaled: float) -> None:
+    assert not Made.by(scaled * torch.zeros((), requires_grad=True), 6).is_notable()
+
+
 def focused(loss: torch.Tensor) -> torch.Tensor:
     """The focal loss of cross-entropies."""
     return (1 - torch.exp(-loss)) ** 2 * loss
@@ -311,6 +317,8 @@ def focused(loss: torch.Tensor) -> torch.Tensor:
         (lambda: LOGITS.square().mean() * (1 + EACH.mean()), 6, "Mul"),
         (lambda: LOGITS.square().mean(0).clamp(min=0.1).sum(), 6, "Clamp"),
         (lambda: LOGITS.square().mean().clamp(max=100.0), 6, ""),  # a guard
+        (lambda: EACH.mean() + mse_loss(LOGITS.mean(0), torch.zeros(5)), 6, "MseLoss"),
+        (lambda: torch.stack([EACH.mean(), LOGITS.mean()]).max(), 6, "Max"),
         (lambda: EACH.mean() - (LOGITS.softmax(1).mean(0).log() * 0.2).sum(), 6, "Log"),
         (lambda: (LOGITS.square().mean(0) * (-TASKS).exp() + TASKS).sum(), 6, ""),  # linear in the means
         (lambda: LOGITS.square().mean(1).sqrt().mean(), 6, ""),
@@ -579,6 +587,17 @@ def test_a_mean_over_one_value_per_row_gets_no_note_whatever_else_the_batch_hold
     rows = [(torch.arange(row, row + 3) % 5, torch.tensor(float(row % 2))) for row in range(16)]
     Trainer(max_epochs=1, progress=False).fit(Columns(per_token), rows, rows, batch_size=4)
     assert capsys.readouterr().err.count("several per row") == (2 if per_token else 0)
+
+
+def test_metrics_without_the_weight_of_their_batch_get_no_note(capsys: pytest.CaptureFixture[str]) -> None:
+    class Counts(Tagger):
+        def validation_step(self, batch: Any) -> None:
+            labels = batch["labels"] >= 0
+            self.log("labels", labels.sum(), reduce="sum")
+            self.log("share", labels.float().mean(), weight=labels.numel())
+
+    Trainer(max_epochs=1, progress=False).fit(Counts(), tokens(), tokens(), batch_size=2)
+    assert "several per row" not in capsys.readouterr().err
 
 
 def test_a_loss_over_a_part_of_numbers_is_noted_and_a_plain_one_is_not(capsys: pytest.CaptureFixture[str]) -> None:

@@ -523,6 +523,27 @@ def test_samplers_optimizers_and_plugins_are_looked_at_and_what_changes_late_is_
     assert second.startswith("note: Late.stage changed")
 
 
+class Shifted(torch.utils.data.SequentialSampler):
+    """Its order depends on the epoch, which is set under a name of its own."""
+
+    current, passes = 0, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.current = epoch
+
+    def __iter__(self) -> Any:
+        self.passes += 1
+        return iter([(index + self.current) % len(ROWS) for index in range(len(ROWS))])
+
+
+def test_what_set_epoch_sets_is_no_state_to_save(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = torch.utils.data.DataLoader(ROWS, batch_size=2, sampler=Shifted(ROWS))  # type: ignore[arg-type]
+    Trainer(max_epochs=3, progress=False, run_dir=tmp_path).fit(Regression(), rows)
+    noted = capsys.readouterr().err
+    assert "Shifted (train).passes" in noted
+    assert "Shifted (train).current" not in noted
+
+
 def test_modes_that_a_hook_sets_on_the_way_are_those_of_a_resumed_run(tmp_path: Path) -> None:
     modes = []
 

@@ -134,6 +134,29 @@ def test_what_lies_in_objects_of_the_module_and_in_wrappers_is_put_back_too() ->
     assert (len(module.lists["a"]), len(module.probe.batches), wraps.batches) == (5, 4, 4)
 
 
+class KeepsItsPlace(torch.utils.data.IterableDataset[Any]):
+    """Rows of a stream that begins where it was left."""
+
+    def __init__(self) -> None:
+        self.at = 0
+
+    def __iter__(self) -> Any:
+        while self.at < len(ROWS):
+            self.at += 1
+            yield ROWS[self.at - 1]
+        self.at = 0
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_validation_stream_that_keeps_its_place_is_put_back(wrapped: bool) -> None:
+    module, val = Collects(), KeepsItsPlace()
+    data: Any = torch.utils.data.DataLoader(val, batch_size=2) if wrapped else val
+    hears = Hears()
+    trainer = Trainer(max_steps=4, sanity_batches=2, progress=False, plugins=[hears])
+    trainer.fit(module, torch.utils.data.DataLoader(ROWS, batch_size=2), data, batch_size=None if wrapped else 2)
+    assert hears.evaluations[0]["val_collected"] == len(ROWS)
+
+
 class Slots:
     __slots__ = ("rows",)
 

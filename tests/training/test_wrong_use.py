@@ -16,7 +16,16 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState, GradientState
 
-from fabricate import Callback, CheckpointError, ConfigurationError, FabricateError, Trainer, TrainModule
+from fabricate import (
+    BatchSizeFinder,
+    Callback,
+    CheckpointError,
+    ConfigurationError,
+    EarlyStopping,
+    FabricateError,
+    Trainer,
+    TrainModule,
+)
 from tests.support.wrong import ROWS, Regression, answering, refused, wrong_module
 
 # ------------------------------------------------------------------------------------------------------------------- optimizers
@@ -208,6 +217,25 @@ def test_a_batch_size_beside_a_training_loader_is_that_of_the_validation_set() -
     loader = torch.utils.data.DataLoader(rows, batch_size=4)
     Trainer(max_steps=1, progress=False).fit(module, loader, rows, batch_size=2)
     assert set(module.sizes) == {2}
+
+
+def test_a_search_for_the_batch_size_of_a_loader_is_refused_also_beside_a_validation_set() -> None:
+    loader = torch.utils.data.DataLoader(ROWS, batch_size=2)
+    with pytest.raises(
+        ConfigurationError, match=r"batch_size=BatchSizeFinder\(\) has no effect: train is a DataLoader"
+    ):
+        Trainer(max_steps=1, progress=False).fit(Regression(), loader, ROWS, batch_size=BatchSizeFinder())
+
+
+def test_a_validation_after_the_fit_needs_no_metric_of_early_stopping() -> None:
+    class Evaluated(Regression):
+        def validation_step(self, batch: Any) -> Any:
+            return {"loss": self.training_step(batch)}
+
+    trainer = Trainer(max_steps=1, validate_every=1, progress=False, plugins=[EarlyStopping("val_a_loss")])
+    module = Evaluated()
+    trainer.fit(module, ROWS, {"a": ROWS, "b": ROWS}, batch_size=4)
+    assert trainer.validate(module, ROWS, batch_size=4).keys() == {"val_loss"}
 
 
 class Growing(torch.utils.data.Dataset):  # type: ignore[type-arg]

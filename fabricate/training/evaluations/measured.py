@@ -58,6 +58,8 @@ class MeasuredSteps:
         came = _rows_seen(item)
         self._note(_about_sums(self._stage, watch.summed(logged, came, self._other_sizes)))
         weight = watch.weigh(logged, came) if self._by_labels else None
+        if weight is None and not any(own is None and reduce == "mean" for _, _, own, reduce in logged):
+            return rows_in(item)  # no metric has the weight of its batch
         if weight is None:
             computed = watch.of_other_than_rows(logged, came, self._whole, self._other_sizes)
             one_per_row = came is not None and watch.gives_losses_over_rows(logged, came)

@@ -1,8 +1,8 @@
 """A few batches of validation before the first step, so that an error in it shows now and not after an epoch.
 
 It leaves no trace: plugins get no `on_eval_start` and `on_eval_end` (wrappers of `eval_step` run, because a step may need them), and the
-state of the run, of the module, of the user's plugins, and of the global variables that their methods name is restored. Must not know: the
-loop.
+state of the run, of the module, of the user's plugins and data, and of the global variables that their methods name is restored. Must not
+know: the loop.
 """
 
 from __future__ import annotations
@@ -45,7 +45,9 @@ def put_back(run: Run) -> Iterator[None]:
     latest, before = dict(run.journal.latest), dataclasses.replace(run.requests, paths=list(run.requests.paths))
     restore_metrics = snapshot_torchmetrics(run.module)
     plugins = [plugin for _, plugin in run.calls.manager.list_name_plugin()]
-    restore_attributes = remembered(run.module, plugins)
+    data = [source.data for source in run.validation.values()]  # a stream may hold its position
+    parts = [getattr(each, "dataset", None) for each in data]
+    restore_attributes = remembered(run.module, [*plugins, *data, *parts])
     buffers = [(buffer, buffer.clone()) for buffer in run.module.buffers()]
     run.engine.moment.trial, changing = True, dict(run.optim.changing)
     try:

@@ -138,6 +138,16 @@ def _made_by_fsdp(kind: type) -> bool:
     return any(base.__module__.startswith("torch.distributed.fsdp") for base in kind.__mro__)
 
 
+def _set_by_epoch(value: Any) -> tuple[str, ...]:
+    """The attributes that `set_epoch` of an object sets, as the names in its code say: it is called in every epoch, after a resume too."""
+    set_epoch = getattr(value, "set_epoch", None)
+    return (
+        ("epoch", "_epoch", *getattr(getattr(set_epoch, "__code__", None), "co_names", ()))
+        if callable(set_epoch)
+        else ()
+    )
+
+
 def _attributes(owner: str, value: Any, *, seeded: bool = False) -> Iterator[tuple[str, Any]]:
     """The attributes of an object of the user's class. `seeded`: whether a generator named "generator" is seeded in each epoch, and is
     therefore left out."""
@@ -145,7 +155,7 @@ def _attributes(owner: str, value: Any, *, seeded: bool = False) -> Iterator[tup
     package = kind.__module__.partition(".")[0]
     if package in LIBRARIES or package.startswith("fabricate_"):  # the first-party plugins save what a resume needs
         return
-    follows = ("epoch", "_epoch") if callable(getattr(value, "set_epoch", None)) else ()
+    follows = _set_by_epoch(value)
     held = getattr(value, "__dict__", {})
     if is_torchmetric(value):  # checkpoints hold what it counts
         follows = (*value._defaults, *(name for name in held if name.startswith("_")))

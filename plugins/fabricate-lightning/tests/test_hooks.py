@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import queue
+from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,15 +21,17 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 class Calls:
-    """A list that the check of validation before training does not put back, as it does lists in global variables."""
-
-    __slots__ = ("made",)
+    """A queue, which the check of validation before training does not put back, as it does lists in global variables."""
 
     def __init__(self) -> None:
-        self.made: list[tuple[Any, ...]] = []
+        self._queue: queue.Queue[tuple[Any, ...]] = queue.Queue()
+
+    @property
+    def made(self) -> deque[tuple[Any, ...]]:
+        return self._queue.queue
 
     def append(self, call: tuple[Any, ...]) -> None:
-        self.made.append(call)
+        self._queue.put(call)
 
 
 CALLS = Calls()
