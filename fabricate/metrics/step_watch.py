@@ -16,7 +16,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from fabricate.errors import ConfigurationError
-from fabricate.metrics.loss_weight import Counted, count_labels, is_a_count
+from fabricate.metrics.loss_form import is_a_count
+from fabricate.metrics.loss_weight import Counted, count_labels
 from fabricate.metrics.reading import on_device
 
 _SUMS = (

@@ -10,14 +10,14 @@ import torch
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, mse_loss
 
 from fabricate import ConfigurationError, Trainer, TrainModule
-from fabricate.metrics.loss_weight import (
-    counted,
+from fabricate.metrics.loss_form import (
     function_of_a_mean,
     is_over_a_part,
     is_sum,
     last_operation,
     odd_divisor,
 )
+from fabricate.metrics.loss_weight import counted
 from fabricate.training.updates.step_output import Made
 
 GENERATOR = torch.Generator().manual_seed(0)

@@ -17,7 +17,7 @@ import torch
 from fabricate.data.batches import leading_dimensions, several_labels
 from fabricate.data.identity import names_in
 from fabricate.errors import ConfigurationError, did_you_mean
-from fabricate.metrics.loss_weight import (
+from fabricate.metrics.loss_form import (
     divisors,
     function_of_a_mean,
     is_over_a_part,
@@ -25,8 +25,8 @@ from fabricate.metrics.loss_weight import (
     last_operation,
     mean_over,
     odd_divisor,
-    terms_over_labels,
 )
+from fabricate.metrics.loss_weight import terms_over_labels
 from fabricate.module import TrainModule
 from fabricate.training.state.run_state import Run
 

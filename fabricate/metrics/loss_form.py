@@ -1,0 +1,305 @@
+"""What a loss is, for a note about one that is no mean over rows: a sum, a mean over a part of its rows, a function of means.
+
+It is read from the autograd graph. A form that is not recognised gets no note. Functions that wait for the device say so. Must not know:
+modules, batches, the loop.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from typing import Any, NamedTuple
+
+import torch
+
+from fabricate.metrics.loss_graph import (
+    MEAN,
+    REDUCED,
+    SUM,
+    before_scaling,
+    inputs_of,
+    is_mean_cross_entropy,
+    is_of_one_row,
+    is_scaled,
+    operation_of,
+    origin_of,
+    terms_of,
+)
+
+_PRODUCTS = ("DotBackward0", "VdotBackward0", "BmmBackward0")
+"""Products that sum over all elements if their result is one number: of two vectors, and that of an einsum."""
+_NON_LINEAR = frozenset(
+    {
+        *("Sqrt", "Rsqrt", "Pow", "Reciprocal", "Exp", "Expm1", "Log", "Log2", "Log10", "Log1p", "Abs", "Relu", "Tanh"),
+        *("Sigmoid", "LogSigmoid", "Softplus", "Softmax", "LogSoftmax", "Logsumexp"),
+        *("Maximum", "Minimum", "Max", "Min"),
+    }
+)
+_SELECTIONS = ("IndexBackward0", "IndexSelectBackward0", "GatherBackward0")
+_NEAR = 30
+"""The number of operations before a mean that are searched for a mask, and before a loss for means over rows."""
+
+
+def last_operation(loss: torch.Tensor) -> str:
+    """The name of the operation that made `loss`, for a message."""
+    node = origin_of(loss)
+    return operation_of(loss.grad_fn if node is None else node)
+
+
+def is_sum(loss: torch.Tensor, rows: int | None = None) -> bool:
+    """Whether `loss`, or one of the terms that it adds up, is a sum over its batch of `rows` rows. A sum that is divided by at least half
+    of `rows`, or by any number if `rows` is None, is taken for a mean."""
+    terms = terms_of(loss)
+    return any(_is_sum(node, divisors, rows, alone=len(terms) == 1) for node, divisors in terms)
+
+
+def _is_sum(node: Any, divisors: list[float], rows: int | None, alone: bool) -> bool:
+    if not _sums_rows(node, rows, alone):
+        return False
+    return not (divisors if rows is None else any(divisor >= rows / 2 for divisor in divisors))
+
+
+def odd_divisor(loss: torch.Tensor, rows: int) -> float | None:
+    """The number by which `loss`, or one of its terms, divides a sum over its batch of `rows` rows, if this is neither the number of rows
+    nor of elements, but a constant or a count of labels. None if there is no such number, or if the sum is not divided: see `is_sum`."""
+    terms = terms_of(loss)
+    for node, divisors in terms:
+        if _sums_rows(node, rows, alone=len(terms) == 1):
+            large = [divisor for divisor in divisors if divisor >= rows / 2]
+            if large and not any(is_a_count(divisor, rows, _summed_sizes(node)) for divisor in large):
+                return large[0]
+    return None
+
+
+def is_a_count(number: float, rows: int, sizes: tuple[int, ...]) -> bool:
+    """Whether `number` is the number of rows, or of elements along some dimensions of a tensor of these `sizes`, whose first dimension is
+    rows, or as many parts of each row."""
+    possible = {float(rows), float(sizes[0])} if sizes and sizes[0] % rows == 0 else {float(rows)}
+    for size in sizes[1:]:
+        possible |= {each * size for each in possible}
+    return any(math.isclose(number, each, rel_tol=1e-6) for each in possible)
+
+
+def _summed_sizes(node: Any) -> tuple[int, ...]:
+    """The sizes of the tensor whose elements a sum or mean adds up, of which a product keeps only their number; empty if it is not
+    known."""
+    name = type(node).__name__
+    if name in ("SumBackward0", "SumBackward1", "MeanBackward0", "MeanBackward1"):
+        return tuple(node._saved_self_sym_sizes)
+    if name in _PRODUCTS:
+        seconds = (
+            getattr(node, "_saved_tensor", None),
+            getattr(node, "_saved_other", None),
+            getattr(node, "_saved_mat2", None),
+        )
+        return (next(factor.numel() for factor in (node._saved_self, *seconds) if factor is not None),)
+    target = getattr(node, "_saved_target", None)
+    return () if target is None else tuple(target.shape)
+
+
+def _sums_rows(node: Any, rows: int | None, alone: bool) -> bool:
+    """Whether an operation sums over the rows of a batch. A sum over another tensor is probably a penalty on parameters, unless it is the
+    whole loss (`alone`)."""
+    name, sizes = type(node).__name__, _summed_sizes(node)
+    if name in _PRODUCTS or name == "SumBackward0" or (name == "SumBackward1" and 0 in node._saved_dim):
+        sums = (alone or (rows is not None and sizes[:1] == (rows,))) and not _is_of_means(node, rows)
+    else:
+        sums = getattr(node, "_saved_reduction", None) == SUM
+    return sums and not _is_of_a_parameter(node, sizes)
+
+
+def _is_of_means(node: Any, rows: int | None) -> bool:
+    """Whether what a sum adds up are means over `rows` rows already, such as the losses of several tasks."""
+    return rows is not None and any(_Means(rows, alone=False).visit(below).depends for below in inputs_of(node))
+
+
+def _is_of_a_parameter(node: Any, sizes: tuple[int, ...]) -> bool:
+    """Whether a sum over a tensor of these `sizes` is a sum over a parameter, or over what was computed from it element by element: all
+    parameters near it have these sizes."""
+    parameters = [each.variable for each in _near(node) if type(each).__name__ == "AccumulateGrad"]
+    return bool(parameters) and all(tuple(parameter.shape) == sizes for parameter in parameters)
+
+
+def function_of_a_mean(loss: torch.Tensor, rows: int | None) -> str:
+    """The name of the operation by which `loss`, or one of the terms that it adds up, is a non-linear function of a mean or sum over its
+    batch of `rows` rows, such as a square root or the product of two means. "" if there is none, or if the batch has one row: a mean over
+    micro-batches is then a mean over rows."""
+    if rows is None or rows == 1:
+        return ""
+    terms = terms_of(loss)
+    return next(filter(None, (_Means(rows, alone=len(terms) == 1).visit(node).function for node, _ in terms)), "")
+
+
+class _Depends(NamedTuple):
+    """How a result depends on means or sums over the rows of a batch."""
+
+    depends: bool = False
+    function: str = ""
+    """The first operation that is not linear in them."""
+    is_ratio: bool = False
+    """Whether a sum over rows is divided by a tensor, which is probably a count."""
+
+
+class _Means:
+    """Looks for means and sums over `rows` rows in an autograd graph, from a result down to them. `alone`: whether the result is the whole
+    loss, in which a mean over a multiple of the rows counts too."""
+
+    def __init__(self, rows: int, alone: bool) -> None:
+        self._rows, self._alone = rows, alone
+        self._seen: dict[Any, _Depends] = {}
+
+    def visit(self, node: Any) -> _Depends:
+        """How the result of `node` depends on them. At most `_NEAR` operations are visited."""
+        if node in self._seen or node is None or len(self._seen) == _NEAR or _is_a_layer(node):
+            return self._seen.get(node, _Depends())
+        self._seen[node] = _Depends()
+        self._seen[node] = self._of(node)
+        return self._seen[node]
+
+    def _of(self, node: Any) -> _Depends:
+        """See `visit`. A mean over as many values as rows may be one over tasks, whose losses are means over rows."""
+        found = [one for one in map(self.visit, inputs_of(node)) if one.depends]
+        depends = bool(found) or self._is_over_rows(node) or self._is_over_a_multiple(node)
+        function = next((one.function for one in found if one.function), "")
+        if not function and _is_non_linear(node, len(found)):
+            function = operation_of(node)
+        return _Depends(
+            depends, function, any(one.is_ratio for one in found) or (bool(found) and self._is_a_ratio(node))
+        )
+
+    def _is_a_ratio(self, node: Any) -> bool:
+        """Whether an operation divides a sum over rows by a tensor without gradient other than the number of rows. Waits for the device."""
+        if operation_of(node) != "Div" or len(inputs_of(node)) != 1 or is_scaled("DivBackward0", node):
+            return False
+        summed = before_scaling(inputs_of(node)[0])
+        is_sum = operation_of(summed) == "Sum" and self._is_over_rows(summed)
+        return is_sum and bool((node._saved_other != self._rows).any())
+
+    def _is_over_rows(self, node: Any) -> bool:
+        """Whether an operation is a mean or sum over the rows of the batch."""
+        sizes = _summed_sizes(node)
+        if type(node).__name__ in ("SumBackward1", "MeanBackward1"):  # over some dimensions
+            over = 0 in node._saved_dim or 2**64 - len(sizes) in node._saved_dim
+        else:
+            over = _reduces(node)
+        return over and sizes[:1] == (self._rows,) and not _is_of_a_parameter(node, sizes)
+
+    def _is_over_a_multiple(self, node: Any) -> bool:
+        """Whether an operation is a mean or sum over values of which there are as many for each row, such as the tokens of all rows."""
+        sizes = _summed_sizes(node) if self._alone and _reduces(node) else ()
+        return bool(sizes) and math.prod(sizes) % self._rows == 0 and not _is_of_a_parameter(node, sizes)
+
+
+def _is_a_layer(node: Any) -> bool:
+    """Whether an operation is probably a layer of the model, below which no part of the loss is computed."""
+    name = type(node).__name__
+    return name not in _PRODUCTS and any(
+        word in name for word in ("mm", "Mm", "Linear", "Convolution", "Norm", "Embedding")
+    )
+
+
+def _is_non_linear(node: Any, found: int) -> bool:
+    """Whether an operation is not linear in the `found` inputs that depend on means."""
+    if operation_of(node) == "Clamp":
+        return found > 0 and node._saved_self.numel() > 1  # a limit of one number is usually a guard that does not act
+    if hasattr(node, "_saved_reduction"):
+        return found > 0  # a loss function of means, such as the mse_loss of mean features
+    return (found > 0 and operation_of(node) in _NON_LINEAR) or (found > 1 and operation_of(node) in ("Mul", "Div"))
+
+
+def _reduces(node: Any) -> bool:
+    """Whether an operation is a mean or sum over all elements of a tensor."""
+    return type(node).__name__ in (*REDUCED, *_PRODUCTS) or getattr(node, "_saved_reduction", None) in (MEAN, SUM)
+
+
+def divisors(loss: torch.Tensor) -> list[float]:
+    """The numbers by which the whole `loss` is divided."""
+    numbers: list[float] = []
+    origin_of(loss, numbers)
+    return numbers
+
+
+def mean_over(loss: torch.Tensor, rows: int | None = None) -> int:
+    """How many values `loss` averages; 0 if it is no mean, has several terms, or averages means over `rows` rows."""
+    nodes = [node for node, _ in terms_of(loss)]
+    is_mean = type(nodes[0]).__name__ == "MeanBackward0" or getattr(nodes[0], "_saved_reduction", None) == MEAN
+    return _elements(nodes[0]) if len(nodes) == 1 and is_mean and not _is_of_means(nodes[0], rows) else 0
+
+
+def is_over_a_part(loss: torch.Tensor, rows: int | None = None) -> bool:
+    """Whether `loss`, or one of the terms that it adds up, is a mean over the part that a mask selects of its batch of `rows` rows, or a
+    sum divided by a tensor, which is probably a count, or a mean over values times weights of mean 1. May wait for the device."""
+    terms = [node for node, _ in terms_of(loss)]
+    counts = {node._saved_target.numel() for node in terms if is_mean_cross_entropy(node)}
+    return any(_is_over_a_part(node, rows, counts) for node in terms if not (rows and is_of_one_row(node, rows)))
+
+
+def _is_over_a_part(node: Any, rows: int | None, counts: set[int]) -> bool:
+    """See `is_over_a_part`. `counts`: the numbers of labels of the cross-entropies among the terms; label smoothing divides its other term
+    by such a number."""
+    name = type(node).__name__
+    if name == "MeanBackward0" or getattr(node, "_saved_reduction", None) == MEAN:
+        below, elements = node.next_functions[0][0], _elements(node)
+        selection = before_scaling(below)
+        if rows and elements % rows and (any(map(_is_masked, _near(below))) or _is_selection(selection, elements)):
+            return True
+        # Other selections usually take one value per row.
+        weights = _weights(selection) if name == "MeanBackward0" else getattr(node, "_saved_weight", None)
+        if _is_masked(selection) or _are_normalised(weights, {elements, rows}):
+            return True
+    if name == "DivBackward0":  # a count has no gradient, but a learned scale has one
+        return node.next_functions[1][0] is None and not (counts and float(node._saved_other) in counts)
+    return bool(rows) and _Means(rows or 0, alone=False).visit(node).is_ratio
+
+
+def _weights(node: Any) -> Any:
+    """The mask or weights by which `node` multiplies values, perhaps before a `where` that replaces nan; None if it does not."""
+    if type(node).__name__ == "WhereBackward0":
+        node = before_scaling(next(each for each, _ in node.next_functions if each is not None))
+    if type(node).__name__ != "MulBackward0":
+        return None
+    constant = [source is None for source, _ in node.next_functions]
+    if True not in constant:  # a saved tensor is read for a mask only: reading may compute an activation again
+        return None
+    return node._saved_self if constant[0] else node._saved_other
+
+
+def _are_normalised(weights: Any, sizes: set[int | None]) -> bool:
+    """Whether `weights`, as many as one of `sizes`, were divided by their own mean, as in `mask /= mask.mean()`. Waits for the device."""
+    if not isinstance(weights, torch.Tensor) or not weights.is_floating_point() or weights.numel() not in sizes - {1}:
+        return False
+    return bool((weights != 1).any()) and math.isclose(weights.mean(), 1, abs_tol=1e-5)
+
+
+def _elements(node: Any) -> int:
+    """The number of elements that a mean was taken over; 0 if the operation does not keep it."""
+    if type(node).__name__ == "MeanBackward0":
+        return math.prod(node._saved_self_sym_sizes)
+    averaged = getattr(node, "_saved_self", None)
+    return averaged.numel() if isinstance(averaged, torch.Tensor) else 0
+
+
+def _near(node: Any) -> list[Any]:
+    """The last `_NEAR` operations that led to the result of `node`, including `node`."""
+    nodes: list[Any] = []
+    following = deque([node])
+    while following and len(nodes) < _NEAR:
+        if (each := following.popleft()) is not None and each not in nodes:
+            nodes.append(each)
+            following.extend(below for below, _ in each.next_functions)
+    return nodes
+
+
+def _is_selection(node: Any, elements: int) -> bool:
+    """Whether an operation selects, by whole numbers, `elements` values that are not the same number from each row of its tensor."""
+    rows = getattr(node, "_saved_self_sym_sizes", ())[:1]
+    return type(node).__name__ in _SELECTIONS and all(elements % size for size in rows)
+
+
+def _is_masked(node: Any) -> bool:
+    """Whether an operation selects by a boolean mask, or the largest or smallest values over rows."""
+    if type(node).__name__ == "TopkBackward0":
+        return node._saved_dim in (0, 2**64 - len(node._saved_self_sym_sizes))
+    if type(node).__name__ == "IndexBackward0":
+        return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in node._saved_indices)
+    return type(node).__name__ == "MaskedSelectBackward0"
