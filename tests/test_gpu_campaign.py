@@ -107,5 +107,5 @@ def test_the_floating_point_operations_of_an_update_are_those_of_its_matrix_prod
 
 def test_a_process_that_takes_too_long_is_ended() -> None:
     sleeping = "import time; print('here', flush=True); time.sleep(60)"
-    process = measuring.started([sys.executable, "-c", sleeping], 1.5)
+    process = measuring.started([sys.executable, "-S", "-c", sleeping], 5)
     assert (process.returncode, process.stdout) == (124, "here\n")

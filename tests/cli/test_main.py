@@ -159,9 +159,11 @@ answer(rank)
 
 @pytest.mark.parametrize(("waits", "fail"), [("none", "2"), ("0", "1")], ids=["on both ranks", "on one rank"])
 def test_an_error_is_printed_once_and_what_to_know_of_it_last(tmp_path: Path, waits: str, fail: str) -> None:
-    (tmp_path / "train.py").write_text(WRONG)
-    for _ in range(4):  # on a busy machine the launcher may end the other rank before it has said why it fails
-        process = _run("run", "--nproc", "2", str(tmp_path / "train.py"), waits, fail)
+    for attempt in range(8):  # on a busy machine the launcher may end the other rank before it has said why it fails
+        script = tmp_path / str(attempt) / "train.py"  # the ranks meet in this directory, so each attempt needs its own
+        script.parent.mkdir()
+        script.write_text(WRONG)
+        process = _run("run", "--nproc", "2", str(script), waits, fail)
         if waits != "none" or process.stderr.count(" failed: ValueError") == 2:
             break
     assert process.returncode == 1
