@@ -105,6 +105,8 @@ def test_the_result_of_a_fit_has_defaults_for_a_run_without_directory() -> None:
         "BinaryAUROC",
         "elbo",
         "win_rate",
+        "val_hr@10",
+        "val_c_index",
     ],
 )
 def test_a_metric_whose_name_says_that_higher_is_better_needs_a_mode(metric: str) -> None:
