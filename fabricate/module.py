@@ -366,6 +366,7 @@ class TrainModule(torch.nn.Module, Listener):
         `CheckpointError` when there is no checkpoint, when it is damaged, or when an argument was not recorded (JSON cannot hold
         it) and is not in `overrides`.
         """
+        from fabricate.checkpoint.state.constants import about_constants, kept_constants
         from fabricate.checkpoint.state.logical import load_weights, recorded_arguments
 
         recorded, missing = recorded_arguments(Path(path))
@@ -378,6 +379,8 @@ class TrainModule(torch.nn.Module, Listener):
         bound = _bind(cls, recorded, overrides)
         module = cls(*bound.args[1:], **bound.kwargs)
         module.configure_model()
+        if overrides and (kept := kept_constants(Path(path), module)):
+            module.print(f"note: {about_constants(kept)}")
         state, plugins = load_weights(Path(path), module)
         _take(module, state, Path(path))
         if plugins:

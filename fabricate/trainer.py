@@ -121,8 +121,8 @@ class Trainer:
     fast_dev_run: True (1) or a number: run this many updates and validation batches, one save and one export, in a temporary
     directory that is deleted.
     accept_changes: which settings may differ from those of the checkpoint that is resumed ("global_batch_size", "train", "seed",
-    "plugins", "optimizer", "scheduler", "module" for its constructor arguments, "max_grad_norm", "max_grad_value"); the new values
-    are then in effect.
+    "plugins", "optimizer", "scheduler", "module" for its constructor arguments, "constants" for its buffers and frozen weights that
+    training did not change, "max_grad_norm", "max_grad_value"); the new values are then in effect.
     """
 
     @foreign_names.translated(foreign_names.ARGUMENTS)
@@ -275,7 +275,7 @@ class Trainer:
     @property
     def total_steps(self) -> int:
         """The total number of updates of this fit. Raises `ConfigurationError` when the data has no length."""
-        total = self._live().total_steps
+        total = self._live().optim.total_steps
         if total is None:
             raise ConfigurationError("total_steps is not known: train has no length; set max_steps in the Trainer")
         return total

@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 CHANGES = (
     *("global_batch_size", "train", "seed", "plugins"),
-    *("optimizer", "scheduler", "module", "max_grad_norm", "max_grad_value"),
+    *("optimizer", "scheduler", "module", "constants", "max_grad_norm", "max_grad_value"),
 )
 """The names that `accept_changes` can contain."""
 

@@ -33,12 +33,14 @@ class Data:
     accumulation: tuple[int, str] = (1, "default")
     found: str = ""
     """The source of the batch size, if it was found by a search; else empty."""
+    surplus_updates: int = 0
+    """The updates that earlier epochs of a resumed fit had in addition to those that they would have now, negative if they had fewer."""
 
     def total_steps(self, settings: Settings) -> int | None:
         """The number of updates of the whole fit; None if it is not known."""
         per_epoch = self.train.updates_per_epoch if self.train is not None else None
         epochs = settings.max_epochs
-        by_epochs = per_epoch * epochs if per_epoch is not None and epochs is not None else None
+        by_epochs = per_epoch * epochs + self.surplus_updates if per_epoch is not None and epochs is not None else None
         return min((limit for limit in (settings.max_steps, by_epochs) if limit is not None), default=None)
 
     def compilation(self, settings: Settings) -> Compilation | None:

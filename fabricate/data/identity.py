@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import CodeType, FunctionType
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import ConcatDataset, StackDataset, Subset, TensorDataset
+from torch.utils.data import ConcatDataset, Dataset, StackDataset, Subset, TensorDataset
 
 from fabricate.data.digests import digest
 from fabricate.seeding import is_generator, state_of
@@ -40,13 +40,68 @@ def fingerprint(data: Any) -> str | None:
     return digest([_sample(each) for each in held]) if held else None
 
 
+def attributes(data: Any) -> str | None:
+    """A digest of some entries of the lists, tuples, mappings and tables that are attributes of a data set, and of the data sets inside it;
+    None if there are none."""
+    found: list[Any] = []
+    for each in _with_inner(data):
+        found += [_entries(value) for _, value in _held(each) if _is_collection(value)]
+        found += [] if each is data else [fingerprint(each)]
+    return digest(found) if found else None
+
+
+def _with_inner(data: Any) -> list[Any]:
+    """A data set and those that are its attributes, as in one that transforms the rows of another, or takes some or joins several."""
+    found: list[Any] = []
+    following = [data]
+    while following:
+        each = following.pop()
+        if all(each is not known for known in found):
+            found.append(each)
+            inner = [value for _, value in _held(each)]
+            if isinstance(each, ConcatDataset | StackDataset):
+                inner += each.datasets.values() if isinstance(each.datasets, dict) else each.datasets
+            following += [value for value in inner if isinstance(value, Dataset) or is_hugging_face(value, "Dataset")]
+    return found
+
+
+def _held(data: Any) -> list[tuple[str, Any]]:
+    """The attributes of a data set by name; none for `datasets`, which has a fingerprint of its own."""
+    of_library = is_hugging_face(data, "Dataset") or is_hugging_face(data, "IterableDataset")
+    return [] if of_library else sorted(getattr(data, "__dict__", {}).items())
+
+
+def _is_collection(value: Any) -> bool:
+    """Whether a value holds rows, or names of files. A mapping from numbers is probably a cache, which fills while rows are read."""
+    if isinstance(value, Mapping):
+        return bool(value) and all(isinstance(key, str) for key in value)
+    return (isinstance(value, list | tuple) and len(value) > 0) or hasattr(value, "iloc")
+
+
+def _entries(value: Any, depth: int = 3) -> Any:
+    """A value, or some of what it holds, down to `depth` collections."""
+    if hasattr(value, "iloc"):  # a table or a column of pandas
+        return [len(value), value.iloc[:: max(1, len(value) // _SAMPLED)].to_numpy()]
+    if isinstance(value, np.ndarray | torch.Tensor):
+        return _sample(value) if value.ndim and _is_readable(value) else None
+    if isinstance(value, Mapping):
+        value = list(value.items())
+    if isinstance(value, list | tuple):
+        count, some = _sample(value)
+        return [count, [_entries(each, depth - 1) for each in some] if depth else None]
+    if isinstance(value, os.PathLike) or (isinstance(value, str) and os.sep in value):
+        return os.path.basename(value)  # the folder may have moved
+    return value
+
+
 def indices(data: Any, samplers: Iterable[Any]) -> str | None:
     """A digest of the indices of the rows that `Subset`s and samplers choose, if they have a list of them (`random_split`, a fold); else
-    None."""
+    None. A `Subset` may be inside a data set that transforms its rows."""
     listed: list[Any] = []
     while isinstance(data, Subset):
         listed.append(data.indices)
         data = data.dataset
+    listed = listed or [each.indices for each in _with_inner(data) if isinstance(each, Subset)]
     own = [getattr(sampler, "indices", None) for sampler in samplers]
     listed += [each for each in own if isinstance(each, Sequence | np.ndarray | torch.Tensor)]
     return digest([np.asarray(each) for each in listed]) if listed else None

@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Any
 
 from fabricate.data.batches import EvalBatch, Window
-from fabricate.data.identity import fingerprint, indices
+from fabricate.data.identity import attributes, fingerprint, indices
 from fabricate.data.order import num_windows
 from fabricate.errors import ConfigurationError
 
@@ -219,7 +219,11 @@ class Source(ABC):
     @cached_property
     def identity(self) -> dict[str, str | None]:
         """Digests that distinguish the rows from others of the same number, computed at the first access: see `fabricate.data.identity`."""
-        return {"fingerprint": fingerprint(self.data), "indices": indices(self.data, self.samplers)}
+        return {
+            "fingerprint": fingerprint(self.data),
+            "attributes": attributes(self.data),
+            "indices": indices(self.data, self.samplers),
+        }
 
     @property
     def seed(self) -> int:

@@ -96,7 +96,7 @@ def windows(run: Run) -> Iterator[Window]:
     if run.engine.world_size > 1:
         remaining = _same_on_all_ranks(run, remaining) if source.num_samples is None else remaining
         remaining = _beginning_alike(run, source, remaining)
-    if progress.epoch == 0 and not progress.position and run.total_steps not in (None, run.settings.max_steps):
+    if progress.epoch == 0 and not progress.position and run.optim.total_steps not in (None, run.settings.max_steps):
         remaining = _as_long_as_said(run, source, remaining)
     yield from turns(run, remaining) if run.optim.turns else remaining
     # The position is also 0 after the last window, but then micro-batches were counted.
@@ -327,10 +327,10 @@ def _as_long_as_said(run: Run, source: Source, windows: Iterable[Window]) -> Ite
     said = source.updates_per_epoch or 0
     for number, window in enumerate(windows, 1):
         if window.last and number < said:
-            units = "batches" if source.batch_size is None else "rows"
+            units, total = "batches" if source.batch_size is None else "rows", run.optim.total_steps
             run.journal.note(
                 f"train: its __len__ says {source.num_units} {units}, {said} updates, but the epoch ended after {window.end} rows, "
-                f"{number} updates. Schedules over trainer.total_steps ({run.total_steps}) do not reach their end, because max_epochs ends "
+                f"{number} updates. Schedules over trainer.total_steps ({total}) do not reach their end, because max_epochs ends "
                 "the fit before. Let __len__ return what __iter__ yields; or remove __len__, and set max_steps instead of max_epochs"
             )
         yield window

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from fabricate.checkpoint.state.constants import constants
 from fabricate.checkpoint.state.logical import digest
 from fabricate.configuration.arguments import Settings
 from fabricate.configuration.opened_data import Data, settle
@@ -48,7 +49,7 @@ from fabricate.training.interruptions.requests import Requests
 from fabricate.training.reports.error_hints import explain
 from fabricate.training.saves import saving
 from fabricate.training.state.journal import Journal
-from fabricate.training.state.run_state import Owner, Run
+from fabricate.training.state.run_state import Optimization, Owner, Run
 
 _OVER = "the run is over, so the value would not be recorded; log it before the fit ends"
 _SAME = (
@@ -267,13 +268,13 @@ def _assemble(
         source=data.train,
         validation=data.validation,
         max_grad_norm=resolved.max_grad_norm[0] if resolved.max_grad_norm else None,
-        total_steps=data.total_steps(settings),
         validates=data.validates(settings),
         run_dir=run_dir,
         run_id=engine.broadcast_json(secrets.token_hex(8)),
         closing=stack,
         progress=progress,
         metrics=Metrics(engine, engine.device, engine.ranks_per_row, ignored=("loss",)),
+        optim=Optimization(total_steps=data.total_steps(settings)),
         journal=Journal(engine, progress, run_dir, trackers=training and bool(settings.trackers)),
         reached=here().reached,
         requests=requests,
@@ -290,6 +291,7 @@ def _prepare(run: Run, stages: Sequence[str], seed: int) -> None:
             run.closing.enter_context(overdue_waits_end(run.requests, engine, run.run_id))
     run.notes.extend([note] if (note := build_model(module, seed)) else [])
     check_has_values(module)
+    run.checkpoints.constants = engine.broadcast_json(constants(module))
     run.notes.extend(_wrapped(module) if training else ())
     if training and not any(p.requires_grad for p in module.parameters()):
         raise ConfigurationError(
@@ -307,7 +309,7 @@ def _prepare(run: Run, stages: Sequence[str], seed: int) -> None:
             "run_dir": "set"
             if run.settings.run_dir
             else None,  # `preparation` checks that it is the same directory; its path may differ between nodes
-            "total steps": run.total_steps,
+            "total steps": run.optim.total_steps,
             **{name: str(getattr(run.settings, name)) for name in _SAME if training},
             **(_base(module) if engine.world_size > 1 else {}),
         },

@@ -71,6 +71,9 @@ def prepare_fit(run: Run, resolved: Resolved, data: Data, resume: str | os.PathL
     `fit`."""
     assert run.source is not None
     settings, engine = run.settings, run.engine
+    run.optim.surplus_updates = resuming.surplus_updates(run, os.fspath(resume))
+    data = dataclasses.replace(data, surplus_updates=run.optim.surplus_updates)
+    run.optim.total_steps = data.total_steps(settings)
     _check_validation(run)
     _note_few_rows(run)
     refuse_max_norm(run.module, engine.strategy, engine.world_size)
@@ -141,8 +144,8 @@ def _check_validation(run: Run) -> None:
                 f"{name}={str(share)!r}: train has no length, so a share of an epoch is not known; give steps"
             )
     every, keep = settings.validate_every, settings.keep
-    if run.validation and every is not None and not run.validates and run.total_steps:
-        never = f"validate_every={str(every)!r} is longer than this fit of {run.total_steps} updates, so val is never evaluated"
+    if run.validation and every is not None and not run.validates and run.optim.total_steps:
+        never = f"validate_every={str(every)!r} is longer than this fit of {run.optim.total_steps} updates, so val is never evaluated"
         if every != Every(epochs=1):  # the default is no error, because short trials leave it unchanged
             raise ConfigurationError(f"{never}: give a shorter interval, or leave out val=")
         run.notes.append(f"{never}; set validate_every, or train for a whole epoch")
@@ -168,7 +171,7 @@ def _configure_optimizers(run: Run) -> None:
     own_optimizers = configured_optimizers(where, module)
     in_turn = takes_turns(module)
     optim.optimizers, optim.schedules, optim.named = read_optimizers(
-        where, own_optimizers, run.total_steps, in_turn=in_turn
+        where, own_optimizers, run.optim.total_steps, in_turn=in_turn
     )
     optim.turns = tuple(optim.named) if in_turn else ()
     checks = (reasons(engine.precision, engine.precision.check_optimizer(o)) for o in optim.optimizers.values())
@@ -229,9 +232,9 @@ def _check_schedules(run: Run, where: str) -> None:
     assert run.source is not None
     if not settings.fast_dev_run:
         # how many updates each optimizer makes is not known
-        of_each = run.total_steps if len(optim.named) == 1 or optim.turns else None
+        of_each = run.optim.total_steps if len(optim.named) == 1 or optim.turns else None
         run.notes.extend(notes_of_length(optim.schedules, of_each, settings.max_epochs))
-        run.notes.extend(notes_of_pace(optim.schedules, run.total_steps, run.source.updates_per_epoch))
+        run.notes.extend(notes_of_pace(optim.schedules, run.optim.total_steps, run.source.updates_per_epoch))
     run.notes.extend(notes_of_mode(optim.schedules.values()))
     for schedule in optim.schedules.values():
         if schedule.metric is not None and not run.validates:

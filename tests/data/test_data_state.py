@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import pandas
 import pytest
 import torch
 from torch.utils.data import (
@@ -314,7 +315,62 @@ def test_other_tensors_of_the_same_length_are_reported(
     assert "was saved with train data of fingerprint" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("through", ["data set", "loader", "sampler"])
+class Held(Dataset[torch.Tensor]):
+    """A data set that holds its rows, or the data set with its rows, in any attribute."""
+
+    def __init__(self, rows: Any) -> None:
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return TABLE[index]
+
+
+class Inside(Held):
+    """A data set that transforms the rows of another."""
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return -self.rows[index]
+
+
+HELD: dict[str, Any] = {
+    "a list of tensors": lambda rows: [rows[:4], rows[4:]],
+    "a tuple of arrays": lambda rows: (rows.numpy(),),
+    "names and columns": lambda rows: {"one": rows[:, 0].tolist(), "two": rows[:, 1]},
+    "a list of paths": lambda rows: [Path("/data", f"{float(row[0])}.png") for row in rows],
+    "a table": lambda rows: pandas.DataFrame(rows.numpy()),
+    "another data set": Columns,
+    "a data set of another library": lambda rows: datasets.Dataset.from_dict({"row": rows.tolist()}),
+}
+
+
+@pytest.mark.parametrize("kind", HELD)
+def test_other_rows_in_any_attribute_of_a_data_set_are_reported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str
+) -> None:
+    fit(tmp_path, 2, Held(HELD[kind](TABLE)))
+    fit(tmp_path, 3, Held(HELD[kind](TABLE)))
+    assert "fingerprint" not in capsys.readouterr().err
+    fit(tmp_path, 4, Held(HELD[kind](OTHER)))
+    assert "was saved with train data of fingerprint" in capsys.readouterr().err
+
+
+def test_files_in_another_folder_and_a_cache_are_the_same_data(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fit(tmp_path, 2, Held([f"/scratch/1/{number}.png" for number in range(16)]))
+    fit(tmp_path, 3, Held([f"/scratch/2/{number}.png" for number in range(16)]))
+    fit(tmp_path / "cached", 2, Held({}))
+    fit(tmp_path / "cached", 3, Held({0: TABLE[0]}))
+    assert "fingerprint" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("through", ["data set", "loader", "sampler", "a data set inside"])
 def test_other_rows_drawn_from_the_same_data_are_an_error(tmp_path: Path, through: str) -> None:
     """A second `random_split` without a seed, or the next fold in the run directory of the one before."""
 
@@ -322,6 +378,8 @@ def test_other_rows_drawn_from_the_same_data_are_an_error(tmp_path: Path, throug
         if through == "sampler":
             return DataLoader(Columns(OTHER), 4, sampler=SubsetRandomSampler(picked))
         part = Subset(ConcatDataset([Columns(OTHER), Columns(TABLE)]), picked)
+        if through == "a data set inside":
+            return Inside(part)
         return DataLoader(part, 4) if through == "loader" else part
 
     fit(tmp_path, 2, rows([*range(12)]))

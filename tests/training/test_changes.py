@@ -279,3 +279,124 @@ def test_other_rows_that_lie_in_memory_get_a_warning(tmp_path: Path, capsys: pyt
     for steps, rows in ((1, ROWS), (2, list(ROWS)), (3, ROWS[::-1])):
         Trainer(max_steps=steps, run_dir=tmp_path, progress=False).fit(Tuned(), rows, batch_size=2)
         assert ("but train now has fingerprint" in capsys.readouterr().err) == (steps == 3)
+
+
+class Dies(Callback):
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step(self, step: int) -> None:
+        if step == self.step:
+            raise InterruptedError
+
+
+class Total(Callback):
+    """The number of all updates, as each fit was told it."""
+
+    def __init__(self) -> None:
+        self.told: list[int] = []
+
+    def on_fit_start(self, trainer: Trainer) -> None:
+        self.told.append(trainer.total_steps)
+
+
+@pytest.mark.parametrize("died", [3, 6, 7])  # within an epoch of 6 updates, at its end, and in the next
+@pytest.mark.parametrize("sizes", [(4, 4), (4, 8), (4, 2), (4, 3), (4, 8, 2)])
+def test_a_schedule_ends_with_the_fit_if_the_batch_changes(tmp_path: Path, died: int, sizes: tuple[int, ...]) -> None:
+    def run(size: int, *plugins: Callback) -> FitResult:
+        accept = ("global_batch_size",)
+        options: Any = {"max_epochs": 4, "save_every": "1 step", "accept_changes": accept, "seed": 1}
+        trainer = Trainer(run_dir=tmp_path, progress=False, plugins=[rates, total, *plugins], **options)
+        return trainer.fit(Tuned(schedule="linear"), ROWS * 3, batch_size=size)
+
+    rates, total = Rates(), Total()
+    for number, size in enumerate(sizes[:-1]):
+        with pytest.raises(InterruptedError):
+            run(size, Dies(died + 2 * number))
+    steps = run(sizes[-1]).steps
+    assert total.told[-1] == steps
+    assert total.told[0] == 24
+    assert rates.used[-1][0] == pytest.approx(0.1 / steps)
+
+
+class Weighted(TrainModule):
+    """Class weights in a buffer, a frozen teacher, and a batch norm, whose buffers training changes."""
+
+    def __init__(self, weight: float, teacher: float) -> None:
+        super().__init__()
+        self.layer = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2))
+        self.loss = torch.nn.CrossEntropyLoss(weight=torch.tensor([1.0, weight]))
+        self.teacher = torch.nn.Linear(3, 2, bias=False).requires_grad_(False)
+        torch.nn.init.constant_(self.teacher.weight, teacher)
+
+    def training_step(self, batch: Any) -> torch.Tensor:
+        loss: torch.Tensor = self.loss(self.layer(batch[0]), (batch[1][:, 0] > 3).long())
+        return loss + (self.layer(batch[0]) - self.teacher(batch[0])).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.layer.parameters(), 1e-3)
+
+
+KEPT = "loss.weight, teacher.weight: the script sets other values than when the checkpoint was saved"
+
+
+def test_buffers_and_frozen_weights_that_a_script_sets_otherwise_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(steps: int, weight: float, teacher: float, **options: Any) -> Weighted:
+        # the arguments are recorded, but this is about values that a script reads from anywhere
+        torch.manual_seed(0)
+        module = Weighted(weight, teacher)
+        object.__setattr__(module, "_arguments", ((1.0, 1.0), {}))
+        capsys.readouterr()
+        Trainer(max_steps=steps, run_dir=tmp_path, progress=False, **options).fit(module, ROWS, batch_size=4)
+        return module
+
+    def said() -> str:
+        return "".join(capsys.readouterr())
+
+    run(1, 2.0, 2.0)
+    run(2, 2.0, 2.0)
+    assert "the script sets" not in said()
+    for steps in (3, 4):  # said until the script is put right
+        module = run(steps, 5.0, 6.0)
+        assert KEPT in said()
+        assert module.loss.weight is not None
+        assert (module.loss.weight[1], module.teacher.weight[0, 0]) == (2, 2)
+    run(5, 2.0, 2.0)
+    assert "the script sets" not in said()
+    module = run(6, 5.0, 6.0, accept_changes=("constants",))
+    assert "teacher.weight as in the checkpoint -> as in the script" in said()
+    assert module.loss.weight is not None
+    assert (module.loss.weight[1], module.teacher.weight[0, 0]) == (5, 6)
+    run(7, 5.0, 6.0)
+    assert "the script sets" not in said()
+    trainer = Trainer(progress=False)
+    trainer.validate(Evaluated(2.0, 6.0), ROWS, checkpoint=tmp_path, batch_size=4)
+    assert "loss.weight: the script sets other values" in said()
+    loaded = Weighted.load_from_checkpoint(tmp_path, weight=9.0, teacher=6.0)
+    assert "loss.weight: the script sets other values" in said()
+    assert loaded.loss.weight[1] == 5
+
+
+class Evaluated(Weighted):
+    def validation_step(self, batch: Any) -> dict[str, torch.Tensor]:
+        return {"loss": self.training_step(batch)}
+
+
+def test_accepted_changes_of_the_data_are_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fit(tmp_path, Tuned(), steps=1)
+    accept = ("global_batch_size", "train", "seed")
+    options: Any = {"max_steps": 2, "seed": 2, "run_dir": tmp_path, "progress": False, "accept_changes": accept}
+    Trainer(**options).fit(Tuned(), ROWS[:6], batch_size=3)
+    assert (
+        "changed since it was saved: global_batch_size 2 -> 3; num_samples 8 -> 6; seed 1 -> 2"
+        in capsys.readouterr().out
+    )
+
+
+def test_equal_numbers_of_another_type_are_no_change(tmp_path: Path) -> None:
+    fit(tmp_path, Tuned(lr=1.0, decay=0.0), steps=1, max_grad_norm=1.0)
+    module = Tuned(lr=1, decay=0)
+    object.__setattr__(module, "_arguments", ((), {"lr": 1.0}))
+    assert fit(tmp_path, module, max_grad_norm=1)[1].steps == 2

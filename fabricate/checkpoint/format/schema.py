@@ -45,7 +45,14 @@ _SHARED: Final = {
     "metrics_bytes": int,
 }
 _OWN: Final = {"rng": dict, "metrics": dict, "buffers": [str], "torchmetrics": dict}
-_LATER: Final = {"weight_per_row": _Each(float), "stop": str, "owed": [str], "paused": [str], "beside_weights": [str]}
+_LATER: Final = {
+    "weight_per_row": _Each(float),
+    "stop": str,
+    "owed": [str],
+    "paused": [str],
+    "beside_weights": [str],
+    "surplus_updates": int,
+}
 """Keys of either file that checkpoints of earlier versions may lack."""
 
 

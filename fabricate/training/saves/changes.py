@@ -6,6 +6,8 @@ Must not know: which checkpoint is chosen (`resuming`), how state is restored (`
 
 from __future__ import annotations
 
+import ast
+import contextlib
 import inspect
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -108,8 +110,15 @@ def _saved(path: Path, tree: Any) -> dict[str, dict[str, str]]:
 
 def _apart(now: Mapping[str, str], then: Mapping[str, str], accept: Mapping[str, str]) -> Iterator[Change]:
     """Values that are in both and differ. An option in only one of them belongs to another version of a library and has its default."""
-    for name in (name for name in then if name in now and then[name] != now[name]):
+    for name in (name for name in then if name in now and not _same(then[name], now[name])):
         yield Change(accept.get(name, ""), name, then[name], now[name])
+
+
+def _same(then: str, now: str) -> bool:
+    """Whether two texts stand for equal values, such as 1 and 1.0."""
+    with contextlib.suppress(ValueError, SyntaxError):
+        return bool(ast.literal_eval(then) == ast.literal_eval(now))
+    return then == now
 
 
 def _arguments(module: TrainModule, then: Mapping[str, Any]) -> Iterator[Change]:

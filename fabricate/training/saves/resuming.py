@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -22,6 +23,7 @@ from fabricate.checkpoint.format.files import explained
 from fabricate.checkpoint.format.lock import locked
 from fabricate.checkpoint.format.retention import best_checkpoints, keep_of
 from fabricate.checkpoint.format.schema import saved_world_size, shared_state
+from fabricate.checkpoint.state.constants import about_constants, set_otherwise
 from fabricate.checkpoint.state.logical import (
     compare_frozen,
     compare_model,
@@ -33,7 +35,7 @@ from fabricate.checkpoint.state.logical import (
 from fabricate.errors import CheckpointError
 from fabricate.metrics.counters import Progress
 from fabricate.module import beside_weights, not_taken, overrides
-from fabricate.training.saves.changes import check_changes, take_over
+from fabricate.training.saves.changes import Change, check_changes, take_over
 from fabricate.training.saves.saved_state import data_identity, restore
 from fabricate.training.saves.saving import checkpoints, prune
 from fabricate.training.state.run_state import Run
@@ -84,6 +86,37 @@ def choose(run: Run, resume: str | Path, warn: Callable[[str], None]) -> Path | 
     if resume == "auto" and run.run_dir is not None:
         by_main(run, partial(_begin, run, started=bool(candidates)))
     return None
+
+
+def surplus_updates(run: Run, resume: str) -> int:
+    """The updates that the epochs before the checkpoint of `choose` had in addition to those that they would have with the rows and the
+    global batch of this run; negative if they had fewer. Reads counters alone, before anything is verified, because schedules need the
+    number of all updates. All ranks."""
+    return int(by_main(run, partial(_surplus_updates, run, resume)))
+
+
+def _surplus_updates(run: Run, resume: str) -> int:
+    source = run.source
+    assert source is not None
+    if resume == "never" or source.num_samples is None or source.global_batch is None:
+        return 0
+    newest_first = [] if run.run_dir is None else format.committed(checkpoints(run))[::-1]
+    for path in newest_first if resume == "auto" else [Path(resume)]:
+        # `choose` reports what is damaged
+        with contextlib.suppress(CheckpointError, OSError), Reader(format.find(path)) as reader:
+            tree = shared_state(reader)
+            if "progress" not in tree or None in (tree["data"]["num_samples"], tree["data"]["global_batch_size"]):
+                return 0
+            before = _updates_until(tree["progress"], tree["data"]["num_samples"], tree["data"]["global_batch_size"])
+            now = _updates_until(tree["progress"], source.num_samples, source.global_batch)
+            return int(tree.get("surplus_updates", 0) + before - now)
+    return 0
+
+
+def _updates_until(progress: dict[str, Any], rows: int, batch: int) -> int:
+    """The updates until a point of a fit whose epochs have `rows` rows in batches of `batch`, counted back from the end of its epoch."""
+    epoch, position = int(progress["epoch"]), int(progress["position"])
+    return (epoch + 1) * math.ceil(rows / batch) - math.ceil((rows - position) / batch)
 
 
 def _original(run: Run, path: Path) -> Path:
@@ -203,16 +236,18 @@ def resume(run: Run, path: Path) -> None:
                 f"{type(run.module).__name__}.load_from_checkpoint({str(path)!r}), or start over with resume='never'"
             )
         saved_world_size(reader)  # raises an error before anything changes if the manifest has none
-        _compare_data(run, path, tree)
+        of_data = list(_compare_data(run, path, tree))
         _compare_parts(run, path, tree)
         compare_model(reader, run.module, run.engine.strategy)
         compare_frozen(reader, run.module, run.engine.strategy)
         groups = optimizer_groups(run.module, run.optim.optimizers, run.engine.strategy)
         for label, optimizer in run.optim.optimizers.items():
             compare_optimizer(path, label, optimizer, tree["optimizers"][label], groups[label])
-        changes = check_changes(run, path, tree)
+        changes = [*of_data, *check_changes(run, path, tree)]
+        take_constants = _constants(run, reader, tree)
         restore(run, reader, tree)
         take_over(run, changes)
+        changes += take_constants()
         saved = reader.manifest.topology
     if run.run_dir is not None and path.resolve().parent == checkpoints(run).resolve():
         run.checkpoints.newest, run.checkpoints.saved_step = path, run.progress.step
@@ -228,7 +263,8 @@ def resume(run: Run, path: Path) -> None:
         run.module.print(f"changed since it was saved: {'; '.join(map(str, changes))}")
 
 
-def _compare_data(run: Run, path: Path, tree: Any) -> None:
+def _compare_data(run: Run, path: Path, tree: Any) -> Iterator[Change]:
+    """Refuse other data than that of the checkpoint, and yield the accepted changes."""
     accept_changes = run.settings.accept_changes
     now, then = data_identity(run), tree["data"]
     compared = {
@@ -238,24 +274,33 @@ def _compare_data(run: Run, path: Path, tree: Any) -> None:
         "samplers": "train",
     }
     for key, argument in compared.items():
-        if key in then and now[key] != then[key] and argument not in accept_changes:
+        if key in then and now[key] != then[key]:
+            if argument not in accept_changes:
+                raise CheckpointError(
+                    f"{path} was saved with {key}={then[key]}, but this run has {now[key]}: samples would be lost or repeated. Use "
+                    f"the same {argument}, or accept the change: Trainer(accept_changes=({argument!r},))"
+                )
+            yield Change(argument, key, str(then[key]), str(now[key]))
+    if _differ("batches_per_update", then, now):
+        if "global_batch_size" not in accept_changes:
             raise CheckpointError(
-                f"{path} was saved with {key}={then[key]}, but this run has {now[key]}: samples would be lost or repeated. Use "
-                f"the same {argument}, or accept the change: Trainer(accept_changes=({argument!r},))"
+                f"{path} was saved with {then['batches_per_update']} batches of train per update, but this run has "
+                f"{now['batches_per_update']} (ranks x gradient_accumulation_steps), so an update would get different batches. Choose "
+                "gradient_accumulation_steps so that the number is the same, or accept the change: "
+                "Trainer(accept_changes=('global_batch_size',))"
             )
-    if _differ("batches_per_update", then, now) and "global_batch_size" not in accept_changes:
-        raise CheckpointError(
-            f"{path} was saved with {then['batches_per_update']} batches of train per update, but this run has "
-            f"{now['batches_per_update']} (ranks x gradient_accumulation_steps), so an update would get different batches. Choose "
-            "gradient_accumulation_steps so that the number is the same, or accept the change: "
-            "Trainer(accept_changes=('global_batch_size',))"
+        yield Change(
+            "global_batch_size", "batches per update", str(then["batches_per_update"]), str(now["batches_per_update"])
         )
     _compare_rows(run, path, tree, now)
-    if run.settings.seed is not None and run.settings.seed != tree["seed"] and "seed" not in accept_changes:
-        raise CheckpointError(
-            f"{path} was saved with seed={tree['seed']}, but this run has seed={run.settings.seed}; use the same seed, or "
-            "Trainer(accept_changes=('seed',))"
-        )
+    seed = run.settings.seed
+    if seed is not None and seed != tree["seed"]:
+        if "seed" not in accept_changes:
+            raise CheckpointError(
+                f"{path} was saved with seed={tree['seed']}, but this run has seed={seed}; use the same seed, or "
+                "Trainer(accept_changes=('seed',))"
+            )
+        yield Change("seed", "seed", str(tree["seed"]), str(seed))
 
 
 def _compare_rows(run: Run, path: Path, tree: Any, now: dict[str, Any]) -> None:
@@ -274,10 +319,11 @@ def _compare_rows(run: Run, path: Path, tree: Any, now: dict[str, Any]) -> None:
             "random_split(..., generator=torch.Generator().manual_seed(0)). For another fold, use another run_dir. Or accept the "
             "change: Trainer(accept_changes=('train',))"
         )
-    if _differ("fingerprint", then, now) and "train" not in accept_changes:
+    other = next((name for name in ("fingerprint", "attributes") if _differ(name, then, now)), None)
+    if other and "train" not in accept_changes:
         note = (
-            f"{path} was saved with train data of fingerprint {then['fingerprint']}, but train now has fingerprint "
-            f"{now['fingerprint']}: the rows differ, or the same rows were computed again. With different rows, samples would be "
+            f"{path} was saved with train data of fingerprint {then[other]}, but train now has fingerprint "
+            f"{now[other]}: the rows differ, or the same rows were computed again. With different rows, samples would be "
             "lost or repeated. Pass the same data, or accept the change: Trainer(accept_changes=('train',))"
         )
         run.journal.event("data_changed", reason=note)
@@ -290,6 +336,30 @@ def _compare_rows(run: Run, path: Path, tree: Any, now: dict[str, Any]) -> None:
                 f"{f'the set {name!r} of val' if name else 'val'} has other rows than when {path} was saved, or they were computed again. "
                 "With other rows, metrics from before and after this point cannot be compared, as keep and EarlyStopping do"
             )
+
+
+def _constants(run: Run, reader: Reader, tree: Any) -> Callable[[], list[Change]]:
+    """Note buffers and frozen weights that the script sets otherwise than the checkpoint has them. If this change is accepted, the returned
+    function, called after the rest is restored, gives them the values of the script. All ranks."""
+    saved = tree["module"].get("constants")
+    names = list(set_otherwise(reader, saved, run.checkpoints.constants))
+    if "constants" not in run.settings.accept_changes:
+        run.checkpoints.constants |= {name: saved[name] for name in names}
+        if names:
+            run.journal.note(
+                f"{about_constants(names)}. To use the values of the script: Trainer(accept_changes=('constants',))"
+            )
+        return list
+    tensors = dict((*run.module.named_buffers(), *run.module.named_parameters()))
+    part = run.engine.strategy.local_part
+    values = {name: part(tensors[name]).memory.detach().clone() for name in names}
+
+    def take() -> list[Change]:
+        for name, value in values.items():
+            part(tensors[name]).write(value.reshape(-1))
+        return [Change("constants", name, "as in the checkpoint", "as in the script") for name in names]
+
+    return take
 
 
 def _differ(name: str, then: Any, now: Any) -> bool:
@@ -352,6 +422,8 @@ def load_weights_only(run: Run, path: Path) -> dict[str, Any]:
         compare_frozen(reader, run.module, run.engine.strategy)
         load_model(reader, run.module, run.engine.strategy)
         tree = shared_state(reader)
+        if names := list(set_otherwise(reader, tree["module"].get("constants"), run.checkpoints.constants)):
+            run.journal.note(about_constants(names))
         saved = tree.get("plugins", {})  # an imported checkpoint has none
         listeners = dict(run.calls.listeners("on_load_weights"))
         for name, call in listeners.items():

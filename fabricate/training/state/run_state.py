@@ -54,6 +54,10 @@ class Optimization:
     """The optimizers and schedules of an update, by the names that `training_step` returns, joined by commas."""
     weight_per_row: dict[str, float] = field(default_factory=dict)
     """By the same names, the power of two near the weight of one row, known from the first window on; see `updates.losses`."""
+    total_steps: int | None = None
+    """The updates of the whole fit; None if not known."""
+    surplus_updates: int = 0
+    """See `Data.surplus_updates`."""
     plugin_options: dict[str, str] = field(default_factory=dict)
     """The options of the plugins when the fit began."""
     gives_weights: bool = False
@@ -109,6 +113,8 @@ class Checkpoints:
     """For each of these parameters, the sum of the bits of this rank's part when the fit began."""
     listener_states: dict[str, dict[str, str]] = field(default_factory=dict)
     """On several ranks: the digests of the values that each listener of `on_save` stored last, by listener and name."""
+    constants: dict[str, str] = field(default_factory=dict)
+    """Digests of the buffers and frozen weights as the script set them; see `checkpoint.state.constants`."""
     restored: bool = False
     """Whether the run continues from a checkpoint."""
 
@@ -173,7 +179,6 @@ class Run:
     source: Source | None
     validation: dict[str, Source]
     max_grad_norm: float | None
-    total_steps: int | None
     validates: bool
     """Whether the settings lead to a validation; a hook may request one in any case."""
     run_dir: Path | None
