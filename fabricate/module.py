@@ -514,6 +514,8 @@ def step_function(module: TrainModule, stage: str) -> Callable[[Any, int], Any]:
     _refuse_parts_of_a_batch(type(module).__name__, method, parameters)
     takes_batch_idx = _takes_batch_idx(type(module).__name__, method, parameters)
     if turns:
+        if takes_batch_idx and list(inspect.signature(step).parameters)[1] == "optimizer":
+            return lambda batch, batch_idx: step(batch, module._turn, batch_idx)
         if takes_batch_idx:
             return lambda batch, batch_idx: step(batch, batch_idx, optimizer=module._turn)
         return lambda batch, batch_idx: step(batch, optimizer=module._turn)

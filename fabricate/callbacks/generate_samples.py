@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fabricate.callbacks.generators import generator_states, set_generator_states
@@ -49,8 +50,11 @@ class GenerateSamples(Callback):
         self.texts: list[str] = []
         """The texts of the last validation, in the order of the prompts: what `generate` returned, decoded. A decoder repeats the prompt,
         an encoder-decoder does not. Empty on ranks that generated nothing."""
+        self._first = True
+        """Whether this fit has written no texts yet."""
 
     def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:
+        self._first = True
         self._tokenizer(module)
         self._model(module)
         if not trainer.validates:
@@ -95,7 +99,11 @@ class GenerateSamples(Callback):
         for text in self.texts:
             print(f"sample at step {trainer.step}: {text}", flush=True)
         if trainer.run_dir is not None:
-            with (trainer.run_dir / "samples.jsonl").open("a", encoding="utf-8") as file:
+            path = trainer.run_dir / "samples.jsonl"
+            if self._first:
+                _cut(path, trainer.step)
+                self._first = False
+            with path.open("a", encoding="utf-8") as file:
                 for prompt, text in zip(self.prompts, self.texts, strict=True):
                     line = {"step": trainer.step, "prompt": prompt, "text": text, "time": time.time()}
                     file.write(json.dumps(line, ensure_ascii=False) + "\n")
@@ -128,6 +136,15 @@ class GenerateSamples(Callback):
                 f"a method generate{': ' if outer else ''}{', '.join(outer)}. Give the name of the one to use, model='...'"
             )
         return module.get_submodule(outer[0])
+
+
+def _cut(path: Path, step: int) -> None:
+    """Remove the lines of `step` and later, which a fit left that was killed after its last checkpoint, or before its first."""
+    if path.exists():
+        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+        kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] < step]
+        if len(kept) < len(lines):
+            path.write_text("".join(kept), encoding="utf-8")
 
 
 def _padding(tokenizer: Any, model: Any) -> int | None:

@@ -116,7 +116,8 @@ def launched(environ: Mapping[str, str]) -> dict[str, Launched]:
         return {name: check_launched(name, value, source) for name, (value, source) in arguments.items()}
     except (ValueError, TypeError, AttributeError):
         raise ConfigurationError(
-            f"{VARIABLE}={text!r} cannot be read. Only `fabricate run --set NAME=VALUE` should set this environment variable. Unset it"
+            f"{VARIABLE}={text!r} cannot be read. It has to be a JSON object that gives each argument a value and its source: "
+            f'{VARIABLE}=\'{{"max_steps": [100, "the job script"]}}\'. `fabricate run --set max_steps=100` sets it for you'
         ) from None
 
 

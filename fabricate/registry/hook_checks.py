@@ -48,7 +48,7 @@ def check_plugin(plugin: object, name: str) -> None:
 
 def _check_object(plugin: object, name: str) -> None:
     kind = type(plugin)
-    _refuse_callback_of_transformers(kind, name)
+    _refuse_callback_of_another_library(kind, name)
     if inspect.isclass(plugin):
         raise PluginError(f"plugin {name!r} is the class {plugin.__name__}; pass an instance: {plugin.__name__}()")
     if kind.__hash__ is None:
@@ -65,15 +65,24 @@ def _check_object(plugin: object, name: str) -> None:
                 )
 
 
-def _refuse_callback_of_transformers(kind: type, name: str) -> None:
-    """Raise `PluginError` for a callback of transformers: its methods have names like hooks, but other arguments."""
-    bases = [base for base in kind.__mro__ if base.__name__ == "TrainerCallback"]
-    if any(base.__module__.partition(".")[0] == "transformers" for base in bases):
-        remedy = foreign_names.use(kind.__name__, foreign_names.PLUGINS)
-        raise PluginError(
-            f"plugin {name!r}: {kind.__name__} is a callback of transformers, whose events are not called here"
-            f"{remedy or '; inherit from fabricate.Callback, docs/from-transformers.md has the events by their old names'}"
-        )
+_FOREIGN = {
+    ("transformers", "TrainerCallback"): ("transformers", "docs/from-transformers.md"),
+    ("lightning", "Callback"): ("Lightning", "docs/from-lightning.md"),
+    ("pytorch_lightning", "Callback"): ("Lightning", "docs/from-lightning.md"),
+}
+"""Base classes of callbacks, as (package, class): the name of the library, and the page with its events."""
+
+
+def _refuse_callback_of_another_library(kind: type, name: str) -> None:
+    """Raise `PluginError` for a callback of transformers or Lightning: its methods have names like hooks, but other arguments."""
+    for base in kind.__mro__:
+        library, page = _FOREIGN.get((base.__module__.partition(".")[0], base.__name__), ("", ""))
+        if library:
+            remedy = foreign_names.use(kind.__name__, foreign_names.PLUGINS)
+            raise PluginError(
+                f"plugin {name!r}: {kind.__name__} is a callback of {library}, whose events are not called here"
+                f"{remedy or f'; inherit from fabricate.Callback, {page} has the events by their old names'}"
+            )
 
 
 def _functions(plugin: object) -> Iterator[tuple[str, Callable[..., Any], dict[str, Any] | None]]:

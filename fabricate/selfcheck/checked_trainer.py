@@ -25,7 +25,7 @@ from fabricate.module import TrainModule
 from fabricate.selfcheck import runner
 from fabricate.selfcheck.plugins import Rehearsing, Trying
 from fabricate.selfcheck.requests import Rehearsal, Trial
-from fabricate.values import FitResult
+from fabricate.values import Every, FitResult
 
 __all__ = ["Trainer"]
 
@@ -75,18 +75,21 @@ def rehearsed(settings: Settings, rehearsal: Rehearsal) -> Settings:
 
 
 def tried(settings: Settings, trial: Trial) -> Settings:
-    """`settings` with the accumulation and the number of updates of the trial, without validation, trackers and files."""
+    """`settings` with the accumulation and the number of updates of the trial, without trackers and files. Validation is one batch at the
+    end, because callbacks and schedules may need its metrics."""
+    steps = trial.steps if settings.max_steps is None else min(trial.steps, settings.max_steps)
     plugins = [each for each in settings.plugins if not isinstance(each, HubPush | Profiler | SaveOnException)]
     return replace(
         settings,
         strategy="auto",  # the launcher sets it
         precision="auto",
-        max_steps=trial.steps if settings.max_steps is None else min(trial.steps, settings.max_steps),
+        max_steps=steps,
         gradient_accumulation_steps=trial.accumulation,
         global_batch_size=None,
         seed=1 if settings.seed is None else settings.seed,
         run_dir=None,
-        validate_every=None,
+        validate_every=Every(steps=steps),
+        limit_val_batches=1,
         validate_first=False,
         sanity_batches=0,
         trackers=(),

@@ -19,6 +19,7 @@ from fabricate.testing.judge import (
     judge_dtype,
     judge_failing_rank,
     judge_loaded,
+    judge_logged,
     judge_names,
     judge_neutral,
     judge_replicas,
@@ -159,16 +160,19 @@ def check_plugin(
         without = Fit(f"without it, {where}", case, Subject(strategy), plugins=beside)
         with tempfile.TemporaryDirectory(prefix="fabricate-kit-") as directory:
             root = Path(directory)
-            fits = [without, *_resume(replace(without, label=where, plugins=(*beside, report.subject)), root)]
-            ranks = report.run(fits, world_size, timeout)
+            with_it = replace(without, label=where, plugins=(*beside, report.subject))
+            again = replace(with_it, label=f"once more, {where}")
+            ranks = report.run([without, *_resume(with_it, root), again], world_size, timeout)
             if ranks[0][-1].drifted:  # the fits ended there
                 judge_saved(report, where, [rank[-1] for rank in ranks])
                 report.stop_if_failed()
+            logged = [rank.pop() for rank in ranks]
             if neutral:
                 judge_neutral(report, where, ranks)
             judge_saved(report, where, [rank[1] for rank in ranks])
             judge_names(report, where, root / "whole", case, "leave the module's layers and their names as they are")
             judge_resumed(report, where, ranks, root, case)
+            judge_logged(report, where, logged, ranks)
         report.stop_if_failed()
     several = next((s for s in strategies if _world_size(s) > 1), strategies[0])
     size = _world_size(several)

@@ -30,8 +30,8 @@ def check_invariance(
     """Run `script` with the same global batches split in every way, and raise `KitFailure` if results differ.
 
     The script is an ordinary one that calls `Trainer.fit`; its run_dir, batch sizes, strategy and precision are replaced for the check,
-    dropout layers are switched off, validation is left out. One process that takes the global batch whole is the reference. Call this
-    function from one process: it starts the ranks.
+    dropout layers are switched off, validation is one batch at the end. One process that takes the global batch whole is the reference.
+    Call this function from one process: it starts the ranks.
 
     Args:
         script, arguments: as for `python SCRIPT ARGUMENTS`.

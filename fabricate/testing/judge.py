@@ -444,6 +444,32 @@ def judge_resumed(report: Report, where: str, ranks: Ranks, directory: Path, cas
     )
 
 
+def judge_logged(report: Report, where: str, again: Sequence[Trace], ranks: Ranks) -> None:
+    """Check that a resumed run logs what an uninterrupted one does, apart from metrics that differ between two uninterrupted runs, such as
+    times. `again`: for each rank, one more uninterrupted run than the last two fits of `ranks`."""
+    lost = []
+    for alone, (*_, whole, resumed) in zip(again, ranks, strict=True):
+        one, two, late = map(_by_name, (alone, whole, resumed))
+        same = {name for name in one if one[name] == two.get(name)}
+        lost += [name for name in sorted(same) if [at for at in two[name] if at[0] > SAVE_STEP] != late.get(name, [])]
+    report.expect(
+        not lost,
+        f"logged metrics: {where}",
+        f"a run resumed at step {SAVE_STEP} logs the metrics of one that never stopped",
+        f"other values of {_some(list(dict.fromkeys(lost)))}",
+        "save what the metric depends on in on_save, and restore it in on_load",
+    )
+
+
+def _by_name(trace: Trace) -> dict[str, list[tuple[int, float]]]:
+    """What a fit logged: the values of each metric, with their steps."""
+    values: dict[str, list[tuple[int, float]]] = {}
+    for step, metrics in trace.logged:
+        for name, value in metrics.items():
+            values.setdefault(name, []).append((step, value))
+    return values
+
+
 def _different_tensors(one: Path, other: Path) -> list[str]:
     """The names of the tensors that differ between two checkpoints, bitwise."""
     first, second = read_checkpoint(one), read_checkpoint(other)

@@ -167,6 +167,8 @@ class Trace:
     steps: list[tuple[dict[str, str], str]] = field(default_factory=list)
     """After each update: digests of this rank's weights, and of its random generators."""
     metrics: list[tuple[int, dict[str, float]]] = field(default_factory=list)
+    logged: list[tuple[int, dict[str, float]]] = field(default_factory=list)
+    """The metrics of each log boundary, and the last value of every metric."""
     saved: list[tuple[int, dict[str, str]]] = field(default_factory=list)
     skipped: int = 0
     gradients: dict[str, Part] = field(default_factory=dict)
@@ -316,11 +318,15 @@ class _Recorder(Callback):
     def on_eval_end(self, trainer: Trainer, metrics: dict[str, float]) -> None:
         self._trace.metrics.append((trainer.step, dict(metrics)))
 
+    def on_log(self, metrics: dict[str, float], step: int) -> None:
+        self._trace.logged.append((step, dict(metrics)))
+
     def on_saved(self, trainer: Trainer, module: TrainModule, step: int) -> None:
         self._trace.saved.append((step, digests(_held(trainer, module))))
 
     def on_fit_end(self, trainer: Trainer, module: TrainModule) -> None:
         self._trace.last = _held(trainer, module)
+        self._trace.logged.append((trainer.step, trainer.metrics))
         memory = [trainer.strategy.local_part(p).memory.untyped_storage() for _, p in named(module)]
         self._trace.bytes_held = sum({m.data_ptr(): m.nbytes() for m in memory}.values())
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from fabricate import ConfigurationError, GenerateSamples, Trainer, TrainModule
+from fabricate import Callback, ConfigurationError, GenerateSamples, Trainer, TrainModule
 from fabricate.testing import run_ranks
 
 PROMPTS = ["ab", "hello"]
@@ -138,6 +138,22 @@ def test_ranks_generate_what_their_weights_say(tmp_path: Path, strategy: str) ->
     assert second == (first if together else [])
     assert all(same)
     assert all(same_there)
+
+
+def test_a_fit_that_begins_again_replaces_the_texts_of_the_one_that_was_killed(tmp_path: Path) -> None:
+    for _ in range(2):  # the first is not saved
+        with pytest.raises(InterruptedError):
+            fit(GenerateSamples(["abc"], length=4), Dies(), module=Own(), run_dir=tmp_path)
+    fit(GenerateSamples(["abc"], length=4), module=Own(), run_dir=tmp_path)
+    assert [json.loads(line)["step"] for line in (tmp_path / "samples.jsonl").read_text().splitlines()] == [2, 4]
+    fit(GenerateSamples(["abc"], length=4), module=Own(), run_dir=tmp_path, max_steps=6)
+    assert [json.loads(line)["step"] for line in (tmp_path / "samples.jsonl").read_text().splitlines()] == [2, 4, 6]
+
+
+class Dies(Callback):
+    def on_step(self, step: int) -> None:
+        if step == 3:
+            raise InterruptedError
 
 
 def test_a_model_of_the_users_own_generates(tmp_path: Path) -> None:

@@ -173,7 +173,7 @@ def test_a_precision_that_yaml_takes_for_false_is_its_name() -> None:
 def test_a_variable_that_cannot_be_read_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     for text in ("max_steps=3", "[1]", '{"max_steps": 3}'):
         monkeypatch.setenv(VARIABLE, text)
-        with pytest.raises(ConfigurationError, match=f"{VARIABLE}=.* cannot be read"):
+        with pytest.raises(ConfigurationError, match=f"{VARIABLE}=.* cannot be read. It has to be a JSON object"):
             Trainer()
 
 

@@ -9,7 +9,7 @@ import torch
 from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, TensorDataset
 
-from fabricate import Trainer, TrainModule
+from fabricate import EarlyStopping, Trainer, TrainModule
 
 ROWS = 10  # the last global batch is smaller
 
@@ -33,8 +33,9 @@ class Net(TrainModule):
     def validation_step(self, batch: Any) -> dict[str, torch.Tensor]:
         return {"loss": mse_loss(self.layers(batch[0]), batch[0])}
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=0.01)
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
+        return optimizer, torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)  # needs a validation
 
 
 if __name__ == "__main__":
@@ -44,7 +45,13 @@ if __name__ == "__main__":
     x, counts = torch.randn(ROWS, 3), (torch.arange(ROWS) % 3 > 0).float()  # not seeded: the check sees to it
     loader = DataLoader(TensorDataset(x, counts), batch_size=5, shuffle=True)
     trainer = Trainer(
-        max_epochs=5, strategy="ddp", max_grad_norm=0.5, run_dir="never-made", save_every=1, progress=False
+        max_epochs=5,
+        strategy="ddp",
+        max_grad_norm=0.5,
+        run_dir="never-made",
+        save_every=1,
+        progress=False,
+        plugins=[EarlyStopping()],
     )
     result = trainer.fit(Net(options.mean), loader, loader)
-    print(result.metrics["val_loss"])  # which a check that leaves validation out does not have
+    print(result.best_score)  # which a check that saves nothing does not have

@@ -80,8 +80,8 @@ def test_a_script_that_fails_or_trains_nothing_is_told_so(tmp_path: Path) -> Non
 
 
 def test_the_first_of_several_fits_is_checked_without_callbacks_that_write(tmp_path: Path) -> None:
-    text = SCRIPT.read_text(encoding="utf-8").replace("import Trainer,", "import SaveOnException, Trainer,")
-    text = text.replace('run_dir="never-made"', 'run_dir="never-made", plugins=[SaveOnException()]')
+    text = SCRIPT.read_text(encoding="utf-8").replace("import EarlyStopping,", "import EarlyStopping, SaveOnException,")
+    text = text.replace("plugins=[EarlyStopping()]", "plugins=[EarlyStopping(), SaveOnException()]")
     text = text.replace("    print(result", "    trainer.fit(torch.nn.Module(), loader)\n    print(result")
     (tmp_path / "train.py").write_text(text, encoding="utf-8")
     command = ["check-invariance", "--global-batch", "2", "--worlds", "1,2", "--steps", "2", str(tmp_path / "train.py")]

@@ -79,6 +79,21 @@ class KeepsItsStateToItself(Callback):
                 parameter.grad = None
 
 
+class LogsACountThatIsNotSaved(Callback):
+    count = 0
+
+    def on_step(self, module: TrainModule) -> None:
+        self.count += 1
+        module.log("count", self.count)
+
+
+class LogsTheTime(Callback):
+    """What it logs is never the same, in an uninterrupted run either."""
+
+    def on_step(self, module: TrainModule) -> None:
+        module.log("time", time.perf_counter())
+
+
 class ReducesOnRankZero(Callback):
     def on_step(self, trainer: Trainer) -> None:
         if trainer.is_main and trainer.accelerator.num_processes > 1:
@@ -142,6 +157,13 @@ def test_a_rank_that_leaves_the_others_waiting_is_an_error_and_not_a_stuck_suite
     assert "every rank has to call every collective, in the same order" in message
     if plugin is SleepsOnRankOne:  # of two that wait in different collectives one may be ended by gloo, and sooner
         assert f"did not finish in {TIMEOUT:g} s" in message
+
+
+def test_a_metric_that_depends_on_what_is_not_saved_is_found() -> None:
+    message = failure(check_plugin, LogsACountThatIsNotSaved, strategies=["single"])
+    assert "logged metrics: single on 1 rank" in message
+    assert "other values of count" in message
+    check_plugin(LogsTheTime, strategies=["single"])
 
 
 def test_a_swallowed_exception_is_found() -> None:

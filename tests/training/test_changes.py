@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -400,3 +401,13 @@ def test_equal_numbers_of_another_type_are_no_change(tmp_path: Path) -> None:
     module = Tuned(lr=1, decay=0)
     object.__setattr__(module, "_arguments", ((), {"lr": 1.0}))
     assert fit(tmp_path, module, max_grad_norm=1)[1].steps == 2
+
+
+def test_a_complete_run_that_is_started_again_has_the_same_lines(tmp_path: Path) -> None:
+    lines = []
+    for _ in range(2):
+        result = fit(tmp_path, Tuned(), steps=7, max_grad_norm=1.0, log_every=3)[1]
+        written = (tmp_path / "metrics.jsonl").read_text().splitlines()
+        lines.append(([{**json.loads(line), "clock": 0} for line in written], result.metrics))
+    assert lines[0] == lines[1]
+    assert lines[0][0][-1]["metrics"]["grad_norm"] == lines[0][1]["grad_norm"]

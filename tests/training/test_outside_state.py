@@ -523,6 +523,14 @@ def test_samplers_optimizers_and_plugins_are_looked_at_and_what_changes_late_is_
     assert second.startswith("note: Late.stage changed")
 
 
+def test_a_plugin_of_ones_own_distribution_is_looked_at_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    class Mean(Counting):
+        __module__ = "fabricate_mine.callback"  # as the page about plugins names distributions
+
+    Trainer(max_steps=4, progress=False, run_dir=tmp_path, save_every=2, plugins=[Mean()]).fit(Late(), ROWS)
+    assert "Mean.steps" in capsys.readouterr().err
+
+
 class Shifted(torch.utils.data.SequentialSampler):
     """Its order depends on the epoch, which is set under a name of its own."""
 

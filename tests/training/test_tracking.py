@@ -56,6 +56,31 @@ def test_a_resumed_fit_goes_on_in_the_same_curve_with_hyper_parameters_once(tmp_
     assert len(list(tmp_path.rglob("hparams.yml"))) == 1
 
 
+def test_a_fit_that_begins_again_has_one_curve(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    class Falls(Callback):
+        def on_log(self, step: int) -> None:
+            if step == 3:
+                raise InterruptedError
+
+    def steps(directory: Path) -> list[int]:
+        accumulator = EventAccumulator(str(directory / "trackers" / "mine"))
+        accumulator.Reload()
+        return [event.step for event in accumulator.Scalars("loss")]
+
+    settings = SETTINGS | {"run_dir": tmp_path, "save_every": 4, "max_steps": 4}
+    with pytest.raises(InterruptedError):
+        fit(Regression(0.125), Falls(), **settings)
+    fit(Regression(0.125), **settings)
+    assert steps(tmp_path) == [1, 2, 3, 4], "the one that was killed before its first checkpoint is hidden"
+    settings |= {"max_steps": 2, "save_every": 2}
+    val = settings.pop("val")
+    Trainer(progress=False, **settings).fit(Regression(0.125), ROWS, val, batch_size=2, resume="never")
+    assert steps(tmp_path) == [1, 2]
+    assert steps(tmp_path / "before-1") == [1, 2, 3, 4]
+
+
 def test_what_a_validation_before_training_draws_does_not_count(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 

@@ -50,6 +50,13 @@ class GAN(TrainModule):
         return [torch.optim.AdamW(part.parameters(), lr=0.03) for part in (self.discriminator, self.generator)]
 
 
+class OptimizerFirst(GAN):
+    """The arguments of its step are in another order."""
+
+    def training_step(self, batch: torch.Tensor, optimizer: str, batch_idx: int) -> torch.Tensor:  # type: ignore[override]
+        return super().training_step(batch, batch_idx, optimizer)
+
+
 class Notes(Callback):
     def __init__(self) -> None:
         self.hooks: list[Any] = []
@@ -249,3 +256,10 @@ def test_a_list_of_optimizers_has_no_turns() -> None:
         ConfigurationError, match="the optimizers in a list step together, so it would always be 'main'"
     ):
         Trainer(max_steps=1, progress=False).fit(Listed(), ROWS, batch_size=4)
+
+
+def test_a_step_may_take_its_arguments_in_any_order() -> None:
+    modules = GAN(), OptimizerFirst()
+    one, two = (fit("single", module=module) for module in modules)
+    assert modules[0].calls == modules[1].calls
+    assert all(np.array_equal(one.weights[name], two.weights[name]) for name in one.weights)

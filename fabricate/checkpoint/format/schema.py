@@ -52,6 +52,7 @@ _LATER: Final = {
     "paused": [str],
     "beside_weights": [str],
     "surplus_updates": int,
+    "last_norm": dict,
 }
 """Keys of either file that checkpoints of earlier versions may lack."""
 

@@ -31,7 +31,7 @@ def may_wait(run: Run) -> bool:
     return run.engine.device.type != "cpu" and _ONLY_SHOW.issuperset(run.calls.manager.order("on_log"))
 
 
-def begin_line(run: Run, norm: torch.Tensor | None, epoch: int, *, rest: bool = False) -> None:
+def begin_line(run: Run, norm: torch.Tensor | float | None, epoch: int, *, rest: bool = False) -> None:
     """Begin to copy the values of a line from the device: metrics, the norm, learning rates, tokens. Does not wait. `rest`: whether this is
     the line at the end of a fit, which is omitted if it has no metrics."""
     beside: dict[str, Any] = {} if norm is None else {"grad_norm": norm}

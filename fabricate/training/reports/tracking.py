@@ -30,22 +30,28 @@ def start_trackers(run: Run, plan: Mapping[str, Any], path: Path | None) -> None
     """Start the trackers of a fit. Their hyper-parameters are the values of the plan and the module's recorded constructor arguments.
     `path`: the checkpoint from which the fit continues, or None. All ranks."""
     engine, root = run.engine, run.run_dir.resolve() if run.run_dir is not None else None
-    goes_on = path is not None and root is not None and path.resolve().parent.parent == root
-    options: dict[str, dict[str, Any]] = {}
-    if root is not None:
-        options = {tracker: {option: root.name} for tracker, option in _NAMES.items()}
-        options["wandb"]["dir"] = str(root / "trackers")
-    recorded_runs = _read(root) if goes_on and root is not None else {}
+    own = path if path is not None and path.resolve().parent.parent == root else None
+    recorded_runs = _read(root) if own is not None and root is not None else {}
+    options = {} if root is None else _options(root, own, main=engine.rank == 0)
     for tracker, same in recorded_runs.items():
         options[tracker] = options.get(tracker, {}) | same
-    if goes_on and path is not None and engine.rank == 0:
-        with Reader(path) as reader:  # values logged after the checkpoint are logged again
-            options["tensorboard"] = {"purge_step": reader.manifest.step + 1}
     configured = _CONFIGURED_ONCE & set(recorded_runs)
     config = {**plan, **recorded(run.module)[0]}
     started = engine.trackers.start(engine.accelerator, config, run.settings.trackers, options, configured)
     if root is not None and engine.rank == 0:
         _write(root, {t.name: _SAME_RUN[t.name](t.tracker) if t.name in _SAME_RUN else {} for t in started})
+
+
+def _options(root: Path, path: Path | None, *, main: bool) -> dict[str, dict[str, Any]]:
+    """The options of the trackers of the run directory `root`, by tracker. `path`: its checkpoint from which the fit continues, or None.
+    `main`: whether this is rank 0, which alone reads it."""
+    options: dict[str, dict[str, Any]] = {tracker: {option: root.name} for tracker, option in _NAMES.items()}
+    options["wandb"]["dir"] = str(root / "trackers")
+    first = 0  # hides what a fit logged that was killed before its first checkpoint
+    if main and path is not None:
+        with Reader(path) as reader:
+            first = reader.manifest.step + 1  # later values are logged again
+    return options | {"tensorboard": {"purge_step": first}}
 
 
 def _read(root: Path) -> dict[str, dict[str, str]]:

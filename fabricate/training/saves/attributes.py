@@ -19,8 +19,14 @@ from fabricate.data.identity import names_in
 from fabricate.optim.schedules import captured
 from fabricate.seeding import is_generator, set_state_of, state_of
 
-LIBRARIES = ("torch", "transformers", "torchmetrics", "peft", "datasets", "fabricate", "builtins", "accelerate")
-"""Packages whose classes are not the user's, wherever they are installed."""
+LIBRARIES = frozenset(
+    {
+        *("torch", "transformers", "torchmetrics", "peft", "datasets", "fabricate", "builtins", "accelerate"),
+        *("fabricate_deepspeed", "fabricate_diloco", "fabricate_ema", "fabricate_fp8", "fabricate_lightning"),
+        *("fabricate_powersgd", "fabricate_ray", "fabricate_text"),
+    }
+)
+"""Packages whose classes are not the user's, wherever they are installed. The first-party plugins save what a resume needs."""
 _DEEPSPEEDS = {
     *("ds_id", "ds_external_parameters", "ds_recompute_parameters", "ds_grads_remaining"),
     "applied_pre_backward_ref_cnt",
@@ -200,7 +206,7 @@ def _holds_values(value: object) -> bool:
 def _is_users_module(name: str) -> bool:
     """Whether the module called `name` is the user's, not one of an installed package."""
     package, file = name.partition(".")[0], getattr(sys.modules.get(name), "__file__", None)
-    if package in LIBRARIES or package.startswith("fabricate_"):  # they may be installed from a folder of their sources
+    if package in LIBRARIES:  # they may be installed from a folder of their sources
         return False
     return file is None or not (file.startswith(_installed()) or "-packages" + os.sep in file)
 

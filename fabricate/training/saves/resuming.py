@@ -188,7 +188,7 @@ def _begin(run: Run, started: bool) -> None:
     _cut_metrics(run, 0)  # lines of a run that ended before its first checkpoint
 
 
-_EVERYTHING = ("checkpoints", "metrics.jsonl", "events.jsonl", "model", "plan.json")
+_EVERYTHING = ("checkpoints", "metrics.jsonl", "events.jsonl", "model", "plan.json", "trackers", "samples.jsonl")
 
 
 def _make_room(run_dir: Path, path: Path, warn: Callable[[str], None]) -> None:

@@ -152,10 +152,16 @@ def _shared_state(run: Run, saver: Saver) -> dict[str, Any]:
         "owed": run.now.owed,
         "paused": freezing.paused(run),
         "latest": saver.encode(run.journal.latest, "latest", saver.whole),
+        "last_norm": saver.encode(_last_norm(run), "last_norm", saver.whole),
         "plugins": _plugins(run, saver, [name for name, _ in run.calls.listeners("on_save")]),
         "beside_weights": _with_weights(run),
         "metrics_bytes": metrics_file.stat().st_size if metrics_file is not None and metrics_file.exists() else 0,
     }
+
+
+def _last_norm(run: Run) -> dict[str, float]:
+    """The norm of the last gradients, unless a log line has it already."""
+    return {} if run.journal.last_norm is None else {"grad_norm": float(run.journal.last_norm)}
 
 
 def _plugins(run: Run, saver: Saver, names: Sequence[str]) -> dict[str, Any]:
@@ -251,6 +257,7 @@ def restore(run: Run, reader: Reader, tree: Any) -> None:
     run.now.owed = list(tree.get("owed", []))
     _restore_data(run, reader, tree)
     run.journal.latest = decode_mapping(reader, tree["latest"], "latest")
+    run.journal.last_norm = decode_mapping(reader, tree.get("last_norm", {}), "last_norm").get("grad_norm")
     for name, call in run.calls.listeners("on_load"):
         if name in tree["plugins"]:
             call(trainer=run.trainer, module=run.module, state=decode_mapping(reader, tree["plugins"][name], name))

@@ -153,7 +153,7 @@ def _attributes(owner: str, value: Any, *, seeded: bool = False) -> Iterator[tup
     therefore left out."""
     kind = next(kind for kind in type(value).__mro__ if not _made_by_fsdp(kind))
     package = kind.__module__.partition(".")[0]
-    if package in LIBRARIES or package.startswith("fabricate_"):  # the first-party plugins save what a resume needs
+    if package in LIBRARIES:
         return
     follows = _set_by_epoch(value)
     held = getattr(value, "__dict__", {})

@@ -55,7 +55,7 @@ class Journal:
         """The bytes that a rank holds on its device according to the plan, without activations."""
         self.begun: Begun | None = None
         """A line that is not written yet."""
-        self.last_norm: torch.Tensor | None = None
+        self.last_norm: torch.Tensor | float | None = None
         """The norm of the gradients of the last update, if it had no line; for the line at the end of the fit."""
         self.latest: dict[str, float] = {}
         """The last known value of every metric."""
