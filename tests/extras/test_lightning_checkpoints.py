@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from fabricate import Trainer, TrainModule, import_checkpoint
+from fabricate import PluginError, Trainer, TrainModule, import_checkpoint
 
 WIDTH = 7
 
@@ -61,3 +61,14 @@ def test_a_checkpoint_of_lightning_brings_its_weights_and_arguments(tmp_path: Pa
     with torch.no_grad():
         expected = torch.nn.functional.mse_loss(theirs.layers(data.tensors[0]), data.tensors[1])
     assert metrics["val_loss"] == pytest.approx(float(expected), abs=1e-6)
+
+
+def test_a_callback_of_lightning_is_refused_with_what_does_the_same(data: TensorDataset) -> None:
+    from lightning.pytorch.callbacks import EarlyStopping, GradientAccumulationScheduler
+
+    for callback, remedy in (
+        (EarlyStopping("val_loss"), r"; use the object: plugins=\[EarlyStopping"),
+        (GradientAccumulationScheduler({0: 1}), ""),
+    ):
+        with pytest.raises(PluginError, match=f"is a callback of Lightning, whose events are not called here{remedy}"):
+            Trainer(plugins=[callback], max_steps=1).fit(Ours(WIDTH), data)

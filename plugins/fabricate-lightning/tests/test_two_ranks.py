@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 from pathlib import Path
 from typing import Any
@@ -168,3 +170,23 @@ def _resumed(directory: str) -> Any:
 
 def test_two_ranks_go_on_to_the_same_bits(tmp_path: Path) -> None:
     assert run_ranks(_resumed, 2, str(tmp_path)) == [True, True]
+
+
+class Local(Synchronised):
+    """Logs a value of its own on each rank, without sync_dist, as in most modules."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log("of_this_rank", float(self.global_rank))
+        return super().training_step(batch, batch_idx)
+
+
+def _noted(directory: str) -> str:
+    printed = io.StringIO()
+    with contextlib.redirect_stderr(printed):
+        data = DataLoader(rows(24), batch_size=6), DataLoader(rows(12, seed=1), batch_size=6)
+        by_fabricate(Local(), *data, default_root_dir=directory, max_epochs=1, enable_checkpointing=True)
+    return printed.getvalue()
+
+
+def test_a_metric_of_one_rank_is_no_state_that_differs(tmp_path: Path) -> None:
+    assert not any("stores another value" in text for text in run_ranks(_noted, 2, str(tmp_path)))

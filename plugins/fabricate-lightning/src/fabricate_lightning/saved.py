@@ -65,7 +65,8 @@ class Saved:
             state["datamodule"] = datamodule.state_dict()
         self._call("on_save_checkpoint", added)
         state["added"], state["where"] = self._without_where(added, trainer), self._where(trainer)
-        state["metrics"] = {name: float(value) for name, value in logs.callback_metrics.items()}
+        if trainer.is_main:  # in Lightning, too, each rank has its own
+            state["metrics"] = {name: float(value) for name, value in logs.callback_metrics.items()}
         state["epoch"] = {recorded: [name, list(options)] for recorded, (name, options) in logs.epoch.items()}
 
     def take(self, state: Mapping[str, Any], trainer: Trainer) -> None:
