@@ -71,4 +71,4 @@ def test_a_callback_of_lightning_is_refused_with_what_does_the_same(data: Tensor
         (GradientAccumulationScheduler({0: 1}), ""),
     ):
         with pytest.raises(PluginError, match=f"is a callback of Lightning, whose events are not called here{remedy}"):
-            Trainer(plugins=[callback], max_steps=1).fit(Ours(WIDTH), data)
+            Trainer(plugins=[callback], max_steps=1).fit(Ours(WIDTH), data, batch_size=4)

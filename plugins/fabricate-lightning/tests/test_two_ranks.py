@@ -177,7 +177,7 @@ class Local(Synchronised):
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         self.log("of_this_rank", float(self.global_rank))
-        return super().training_step(batch, batch_idx)
+        return regression_loss(self, batch)
 
 
 def _noted(directory: str) -> str:
@@ -189,4 +189,5 @@ def _noted(directory: str) -> str:
 
 
 def test_a_metric_of_one_rank_is_no_state_that_differs(tmp_path: Path) -> None:
-    assert not any("stores another value" in text for text in run_ranks(_noted, 2, str(tmp_path)))
+    for text in run_ranks(_noted, 2, str(tmp_path)):
+        assert "stores another value" not in text
