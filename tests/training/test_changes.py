@@ -14,6 +14,7 @@ from fabricate_ema import EMA
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from fabricate import Callback, CheckpointError, ConfigurationError, FitResult, Trainer, TrainModule
+from fabricate.testing import run_ranks
 from tests.support.runs import events
 
 ROWS = [(torch.full((3,), float(row)), torch.tensor([float(row)])) for row in range(8)]
@@ -411,3 +412,34 @@ def test_a_complete_run_that_is_started_again_has_the_same_lines(tmp_path: Path)
         lines.append(([{**json.loads(line), "clock": 0} for line in written], result.metrics))
     assert lines[0] == lines[1]
     assert lines[0][0][-1]["metrics"]["grad_norm"] == lines[0][1]["grad_norm"]
+
+
+def _constants_on_a_rank(directory: Path) -> list[Any]:
+    held = []
+    for strategy in ("fsdp", "zero3"):
+        for steps, accept in ((1, ()), (2, ()), (3, ("constants",))):
+            torch.manual_seed(0)
+            module = Weighted(*((2.0, 2.0) if steps == 1 else (5.0, 6.0)))
+            object.__setattr__(module, "_arguments", ((1.0, 1.0), {}))
+            trainer = Trainer(
+                max_steps=steps,
+                run_dir=directory / strategy,
+                strategy=strategy,
+                accept_changes=accept,
+                plugins=[whole := Whole()],
+                progress=False,
+            )
+            trainer.fit(module, ROWS, batch_size=2)
+            held.append((whole.teacher, float(module.loss.weight[1])))
+    return held
+
+
+class Whole(Callback):
+    teacher = 0.0
+
+    def on_fit_end(self, trainer: Trainer, module: Weighted) -> None:
+        self.teacher = float(trainer.strategy.gather(module.teacher.weight).mean())
+
+
+def test_sharded_constants_are_those_of_the_checkpoint_or_the_script(tmp_path: Path) -> None:
+    assert run_ranks(_constants_on_a_rank, 2, tmp_path) == [[(2, 2), (2, 2), (6, 5)] * 2] * 2
