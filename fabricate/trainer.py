@@ -43,7 +43,7 @@ from fabricate.training.finish import finish_fit, write_model
 from fabricate.training.interruptions.preemption import told_to_end
 from fabricate.training.opening import environment_restored, noting_failures, opened, register
 from fabricate.training.preparation import prepare_fit
-from fabricate.training.saves import resuming, saving
+from fabricate.training.saves import choosing, resuming, saving
 from fabricate.training.state.run_state import Run
 from fabricate.training.updates import freezing
 from fabricate.training.updates.optimizer_modes import meant_weights
@@ -546,7 +546,7 @@ class Trainer:
         progress, latest = run.progress, dict(run.journal.latest)
         if self.settings.fast_dev_run:  # its files are deleted
             return FitResult(progress.step, progress.epoch, latest, reason)
-        best = resuming.best(run) or (None, None)
+        best = choosing.best(run) or (None, None)
         return FitResult(progress.step, progress.epoch, latest, reason, run.checkpoints.newest, *best)
 
     def _check_fit(self, train: object, resume: object) -> None:
@@ -620,7 +620,7 @@ class Trainer:
             raise ConfigurationError(
                 f"checkpoint={checkpoint!r} means a checkpoint in run_dir, but run_dir is not set; give a path, or set run_dir"
             )
-        return resuming.find(self.settings.run_dir, str(checkpoint), self.settings.keep)
+        return choosing.find(self.settings.run_dir, str(checkpoint), self.settings.keep)
 
     @foreign_names.translated(foreign_names.EVALUATE)
     def validate(

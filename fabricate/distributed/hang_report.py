@@ -20,6 +20,8 @@ _BACKWARD, _ENGINE = "/torch/autograd/graph.py", "/fabricate/distributed/engine.
 _ACTIVITIES = (
     ("/training/saves/saving.py", "in a save"),
     ("/training/saves/resuming.py", "resuming"),
+    ("/training/saves/choosing.py", "resuming"),
+    ("/training/saves/compared.py", "resuming"),
     ("/training/evaluations/", "in an evaluation"),
     ("/torch/utils/data/", "reading data"),
 )

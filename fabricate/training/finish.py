@@ -13,7 +13,7 @@ from fabricate.model.export import export_model
 from fabricate.module import overrides, refusing_logs
 from fabricate.training.evaluations.evaluation import validate
 from fabricate.training.reports.log_lines import log_rest
-from fabricate.training.saves import resuming, saving
+from fabricate.training.saves import choosing, resuming, saving
 from fabricate.training.state.run_state import Run
 from fabricate.training.updates.optimizer_modes import eval_mode
 
@@ -71,7 +71,7 @@ def _complete(run: Run) -> None:
 
 def _load_best(run: Run) -> None:
     """Load the weights of the best checkpoint into the module; RUN_DIR/model/ gets them too. All ranks."""
-    best = resuming.best(run)
+    best = choosing.best(run)
     if best is None:
         metric = run.settings.keep["metric"]
         if math.isnan(run.journal.latest.get(metric, 0.0)):

@@ -50,8 +50,9 @@ from fabricate.registry.validation import reasons
 from fabricate.seeding import derive_seed, seed_everything
 from fabricate.strategies.base import Strategy
 from fabricate.training.reports.tracking import start_trackers
-from fabricate.training.saves import resuming
+from fabricate.training.saves import choosing, resuming
 from fabricate.training.saves.changes import plugin_options
+from fabricate.training.saves.compared import surplus_updates
 from fabricate.training.saves.replicas import compare
 from fabricate.training.saves.saved_state import leave_out_frozen_weights, versions
 from fabricate.training.saves.unsaved import remember, unsaved_notes
@@ -71,7 +72,7 @@ def prepare_fit(run: Run, resolved: Resolved, data: Data, resume: str | os.PathL
     `fit`."""
     assert run.source is not None
     settings, engine = run.settings, run.engine
-    run.optim.surplus_updates = resuming.surplus_updates(run, os.fspath(resume))
+    run.optim.surplus_updates = surplus_updates(run, os.fspath(resume))
     data = dataclasses.replace(data, surplus_updates=run.optim.surplus_updates)
     run.optim.total_steps = data.total_steps(settings)
     _check_validation(run)
@@ -80,8 +81,8 @@ def prepare_fit(run: Run, resolved: Resolved, data: Data, resume: str | os.PathL
     _configure_optimizers(run)
     plan = _plan(run, resolved, data)
     run.journal.planned_bytes = plan["memory_per_rank"]["total"]
-    resuming.occupy(run, _warn)
-    path = resuming.choose(run, os.fspath(resume), _warn)
+    choosing.occupy(run, _warn)
+    path = choosing.choose(run, os.fspath(resume), _warn)
     _print(plan, run, others=bool(data.found) + (resuming.LINES if path is not None else 0))
     if run.run_dir is not None and settings.save == "async":
         staging = Staging() if engine.device.type == "cpu" else DeviceStaging(engine.device)

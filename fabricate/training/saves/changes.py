@@ -1,7 +1,7 @@
 """Settings of a script that differ from those with which a checkpoint was saved: a resume reports them, and applies the new ones if they
 are accepted.
 
-Must not know: which checkpoint is chosen (`resuming`), how state is restored (`saved_state`).
+Must not know: which checkpoint is chosen (`choosing`), how state is restored (`saved_state`).
 """
 
 from __future__ import annotations

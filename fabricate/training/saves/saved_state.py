@@ -3,7 +3,7 @@
 Owns: which tensors and values belong to the state of a run, and their names. To save another value, add it to `_shared_state` (one value
 for all ranks) or `_own_state` (one per rank), and restore it in `restore`; older checkpoints lack it. Values that only people read go into
 the manifest, in `assemble`. `checkpoint/format/schema.py` checks for required values. Must not know: files, commits, when to save
-(`saving`), which checkpoint to resume from (`resuming`).
+(`saving`), which checkpoint to resume from (`choosing`).
 """
 
 from __future__ import annotations

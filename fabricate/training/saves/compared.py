@@ -1,0 +1,183 @@
+"""The data, the parts and the constants of a run, compared with those of the checkpoint that it resumes from. (Its settings: `changes`.)
+
+Must not know: which checkpoint is chosen (`choosing`), how state is restored (`resuming`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from fabricate.checkpoint.format import directory as format
+from fabricate.checkpoint.format.directory import Reader
+from fabricate.checkpoint.format.schema import shared_state
+from fabricate.checkpoint.state.constants import about_constants, set_otherwise
+from fabricate.errors import CheckpointError
+from fabricate.training.saves.changes import Change
+from fabricate.training.saves.choosing import by_main
+from fabricate.training.saves.saved_state import data_identity
+from fabricate.training.saves.saving import checkpoints
+from fabricate.training.state.run_state import Run
+
+
+def surplus_updates(run: Run, resume: str) -> int:
+    """The updates that the epochs before the checkpoint of `choose` had in addition to those that they would have with the rows and the
+    global batch of this run; negative if they had fewer. Reads counters alone, before anything is verified, because schedules need the
+    number of all updates. All ranks."""
+    return int(by_main(run, partial(_surplus_updates, run, resume)))
+
+
+def _surplus_updates(run: Run, resume: str) -> int:
+    source = run.source
+    assert source is not None
+    if resume == "never" or source.num_samples is None or source.global_batch is None:
+        return 0
+    newest_first = [] if run.run_dir is None else format.committed(checkpoints(run))[::-1]
+    for path in newest_first if resume == "auto" else [Path(resume)]:
+        # `choose` reports what is damaged
+        with contextlib.suppress(CheckpointError, OSError), Reader(format.find(path)) as reader:
+            tree = shared_state(reader)
+            if "progress" not in tree or None in (tree["data"]["num_samples"], tree["data"]["global_batch_size"]):
+                return 0
+            before = _updates_until(tree["progress"], tree["data"]["num_samples"], tree["data"]["global_batch_size"])
+            now = _updates_until(tree["progress"], source.num_samples, source.global_batch)
+            return int(tree.get("surplus_updates", 0) + before - now)
+    return 0
+
+
+def _updates_until(progress: dict[str, Any], rows: int, batch: int) -> int:
+    """The updates until a point of a fit whose epochs have `rows` rows in batches of `batch`, counted back from the end of its epoch."""
+    epoch, position = int(progress["epoch"]), int(progress["position"])
+    return (epoch + 1) * math.ceil(rows / batch) - math.ceil((rows - position) / batch)
+
+
+def compare_data(run: Run, path: Path, tree: Any) -> Iterator[Change]:
+    """Refuse other data than that of the checkpoint, and yield the accepted changes."""
+    accept_changes = run.settings.accept_changes
+    now, then = data_identity(run), tree["data"]
+    compared = {
+        "global_batch_size": "global_batch_size",
+        "num_samples": "train",
+        "shuffle": "train",
+        "samplers": "train",
+    }
+    for key, argument in compared.items():
+        if key in then and now[key] != then[key]:
+            if argument not in accept_changes:
+                raise CheckpointError(
+                    f"{path} was saved with {key}={then[key]}, but this run has {now[key]}: samples would be lost or repeated. Use "
+                    f"the same {argument}, or accept the change: Trainer(accept_changes=({argument!r},))"
+                )
+            yield Change(argument, key, str(then[key]), str(now[key]))
+    if _differ("batches_per_update", then, now):
+        if "global_batch_size" not in accept_changes:
+            raise CheckpointError(
+                f"{path} was saved with {then['batches_per_update']} batches of train per update, but this run has "
+                f"{now['batches_per_update']} (ranks x gradient_accumulation_steps), so an update would get different batches. Choose "
+                "gradient_accumulation_steps so that the number is the same, or accept the change: "
+                "Trainer(accept_changes=('global_batch_size',))"
+            )
+        yield Change(
+            "global_batch_size", "batches per update", str(then["batches_per_update"]), str(now["batches_per_update"])
+        )
+    _compare_rows(run, path, tree, now)
+    seed = run.settings.seed
+    if seed is not None and seed != tree["seed"]:
+        if "seed" not in accept_changes:
+            raise CheckpointError(
+                f"{path} was saved with seed={tree['seed']}, but this run has seed={seed}; use the same seed, or "
+                "Trainer(accept_changes=('seed',))"
+            )
+        yield Change("seed", "seed", str(tree["seed"]), str(seed))
+
+
+def _compare_rows(run: Run, path: Path, tree: Any, now: dict[str, Any]) -> None:
+    """Refuse other rows than those of the checkpoint, or another order. Rows that may only have been computed again get a warning."""
+    then, accept_changes = tree["data"], run.settings.accept_changes
+    if _differ("stream_readers", then, now) and tree["progress"]["position"] and "train" not in accept_changes:
+        raise CheckpointError(
+            f"{path} was saved in the middle of an epoch, with a stream that {then['stream_readers']} process(es) of its DataLoader read; "
+            f"now {now['stream_readers']} would read it, in another order, so samples would be lost or repeated. Use the same num_workers "
+            "(0 and 1 are the same), or accept the change: Trainer(accept_changes=('train',))"
+        )
+    if _differ("indices", then, now) and "train" not in accept_changes:
+        raise CheckpointError(
+            f"{path} was saved with other rows of the data set than train has now: the indices of the Subset or sampler differ, "
+            "so training could use rows that were held out for validation. Draw the same rows, for instance with "
+            "random_split(..., generator=torch.Generator().manual_seed(0)). For another fold, use another run_dir. Or accept the "
+            "change: Trainer(accept_changes=('train',))"
+        )
+    other = next((name for name in ("fingerprint", "attributes") if _differ(name, then, now)), None)
+    if other and "train" not in accept_changes:
+        note = (
+            f"{path} was saved with train data of fingerprint {then[other]}, but train now has fingerprint "
+            f"{now[other]}: the rows differ, or the same rows were computed again. With different rows, samples would be "
+            "lost or repeated. Pass the same data, or accept the change: Trainer(accept_changes=('train',))"
+        )
+        run.journal.event("data_changed", reason=note)
+        if run.engine.rank == 0:
+            print(f"warning: {note}", file=sys.stderr, flush=True)
+    for name, val in now["validation"].items():
+        saved = then.get("validation", {}).get(name, {})
+        if any(_differ(key, saved, val) for key in val):
+            run.journal.note(
+                f"{f'the set {name!r} of val' if name else 'val'} has other rows than when {path} was saved, or they were computed again. "
+                "With other rows, metrics from before and after this point cannot be compared, as keep and EarlyStopping do"
+            )
+
+
+def _differ(name: str, then: Any, now: Any) -> bool:
+    """Whether a value that identifies the data is known on both sides and differs."""
+    return None not in (then.get(name), now[name]) and then[name] != now[name]
+
+
+def compare_parts(run: Run, path: Path, tree: Any) -> None:
+    if set(run.optim.optimizers) != set(tree["optimizers"]):
+        raise CheckpointError(
+            f"{path} has the optimizers {sorted(tree['optimizers'])}, but this run has {sorted(run.optim.optimizers)}; return the "
+            "same optimizers from configure_optimizers, or start over with resume='never'"
+        )
+    schedulers = {label: s.kind for label, s in run.optim.schedules.items()}
+    saved_schedulers = {label: s["kind"] for label, s in tree["schedulers"].items()}
+    if schedulers != saved_schedulers:
+        raise CheckpointError(
+            f"{path} has the schedulers {saved_schedulers}, but this run has {schedulers}; return the same schedulers from "
+            "configure_optimizers, or start over with resume='never'"
+        )
+    listening = {name for name, _ in run.calls.listeners("on_save")}
+    missing = sorted(n for n in tree["plugins"] if n not in listening)
+    surplus = sorted(n for n in listening if n not in tree["plugins"])
+    for names, text in ((missing, "holds the state of"), (surplus, "has no state for")):
+        if names and "plugins" not in run.settings.accept_changes:
+            raise CheckpointError(
+                f"{path} {text} the plugin {', '.join(names)}; use the same plugins, or Trainer(accept_changes=('plugins',))"
+            )
+
+
+def constants_of(run: Run, reader: Reader, tree: Any) -> Callable[[], list[Change]]:
+    """Note buffers and frozen weights that the script sets otherwise than the checkpoint has them. If this change is accepted, the returned
+    function, called after the rest is restored, gives them the values of the script. All ranks."""
+    saved = tree["module"].get("constants")
+    names = list(set_otherwise(reader, saved, run.checkpoints.constants))
+    if "constants" not in run.settings.accept_changes:
+        run.checkpoints.constants |= {name: saved[name] for name in names}
+        if names:
+            run.journal.note(
+                f"{about_constants(names)}. To use the values of the script: Trainer(accept_changes=('constants',))"
+            )
+        return list
+    tensors = dict((*run.module.named_buffers(), *run.module.named_parameters()))
+    part = run.engine.strategy.local_part
+    values = {name: part(tensors[name]).memory.detach().clone() for name in names}
+
+    def take() -> list[Change]:
+        for name, value in values.items():
+            part(tensors[name]).write(value.reshape(-1))
+        return [Change("constants", name, "as in the checkpoint", "as in the script") for name in names]
+
+    return take
