@@ -60,9 +60,9 @@ def make_plan(
     )
     all_notes = [
         *batch_size_notes,
+        *(note for source in sources for note in source.notes),
         *notes,
         *_notes_on_ranks(resolved),
-        *(note for source in sources for note in source.notes),
     ]
     lines = (*lines, *_other_arguments(settings, resolved, {line.name for line in lines}))
     lines = tuple(replace(line, source=_source(resolved, line)) for line in lines)
