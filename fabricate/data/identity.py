@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import UserDict
+from collections.abc import Iterable, Iterator, Sequence
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -72,26 +74,34 @@ def _held(data: Any) -> list[tuple[str, Any]]:
 
 
 def _is_collection(value: Any) -> bool:
-    """Whether a value holds rows, or names of files. A mapping from numbers is probably a cache, which fills while rows are read."""
-    if isinstance(value, Mapping):
+    """Whether a value holds rows, or names of files. A mapping from numbers is probably a cache, which fills while rows are read; other
+    mappings than dictionaries may be open files."""
+    if isinstance(value, dict | UserDict):
         return bool(value) and all(isinstance(key, str) for key in value)
-    return (isinstance(value, list | tuple) and len(value) > 0) or hasattr(value, "iloc")
+    return (isinstance(value, list | tuple) and len(value) > 0) or _is_table_of_pandas(value)
 
 
-def _entries(value: Any, depth: int = 3) -> Any:
+def _is_table_of_pandas(value: Any) -> bool:
+    return hasattr(type(value), "iloc")
+
+
+def _entries(value: Any, depth: int = 5) -> Any:
     """A value, or some of what it holds, down to `depth` collections."""
-    if hasattr(value, "iloc"):  # a table or a column of pandas
+    if _is_table_of_pandas(value):
         return [len(value), value.iloc[:: max(1, len(value) // _SAMPLED)].to_numpy()]
     if isinstance(value, np.ndarray | torch.Tensor):
         return _sample(value) if value.ndim and _is_readable(value) else None
-    if isinstance(value, Mapping):
+    if isinstance(value, dict | UserDict):
         value = list(value.items())
     if isinstance(value, list | tuple):
         count, some = _sample(value)
         return [count, [_entries(each, depth - 1) for each in some] if depth else None]
     if isinstance(value, os.PathLike) or (isinstance(value, str) and os.sep in value):
         return os.path.basename(value)  # the folder may have moved
-    return value
+    plain = isinstance(value, str | bytes | int | float | complex | np.generic | None) or dataclasses.is_dataclass(
+        value
+    )
+    return value if plain else type(value).__name__  # an open file, for instance, would be read
 
 
 def indices(data: Any, samplers: Iterable[Any]) -> str | None:

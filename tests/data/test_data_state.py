@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from torch.utils.data import (
     Subset,
     SubsetRandomSampler,
 )
+from transformers import BatchEncoding
 
 from fabricate import Callback, CheckpointError, ConfigurationError, Trainer, TrainModule
 from fabricate.data.source import Loading, Source
@@ -328,6 +330,27 @@ class Held(Dataset[torch.Tensor]):
         return TABLE[index]
 
 
+@dataclass
+class Sized:
+    row: torch.Tensor
+
+
+class Closed(Mapping[str, Any]):
+    """A file that a data set has not opened: nothing of it can be read."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise OSError("closed")
+
+    def __getitem__(self, name: str) -> Any:
+        raise OSError("closed")
+
+    def __len__(self) -> int:
+        raise OSError("closed")
+
+    def __iter__(self) -> Iterator[str]:
+        raise OSError("closed")
+
+
 class Inside(Held):
     """A data set that transforms the rows of another."""
 
@@ -343,6 +366,8 @@ HELD: dict[str, Any] = {
     "a tuple of arrays": lambda rows: (rows.numpy(),),
     "names and columns": lambda rows: {"one": rows[:, 0].tolist(), "two": rows[:, 1]},
     "a list of paths": lambda rows: [Path("/data", f"{float(row[0])}.png") for row in rows],
+    "rows of a class": lambda rows: [Sized(each) for each in rows],
+    "what a tokenizer returns": lambda rows: BatchEncoding({"input_ids": rows.tolist()}),
     "a table": lambda rows: pandas.DataFrame(rows.numpy()),
     "another data set": Columns,
     "a data set of another library": lambda rows: datasets.Dataset.from_dict({"row": rows.tolist()}),
@@ -367,6 +392,9 @@ def test_files_in_another_folder_and_a_cache_are_the_same_data(
     fit(tmp_path, 3, Held([f"/scratch/2/{number}.png" for number in range(16)]))
     fit(tmp_path / "cached", 2, Held({}))
     fit(tmp_path / "cached", 3, Held({0: TABLE[0]}))
+    for _ in range(2):
+        fit(tmp_path / "closed", 2, Held(Closed()))
+        fit(tmp_path / "several", 2, Held([Closed(), Closed()]))
     assert "fingerprint" not in capsys.readouterr().err
 
 
