@@ -47,7 +47,7 @@ def attributes(data: Any) -> str | None:
     None if there are none."""
     found: list[Any] = []
     for each in _with_inner(data):
-        found += [_entries(value) for _, value in _held(each) if _is_collection(value)]
+        found += [_entries(value) for _, value in _held(each) if _is_collection(value, each)]
         found += [] if each is data else [fingerprint(each)]
     return digest(found) if found else None
 
@@ -73,11 +73,14 @@ def _held(data: Any) -> list[tuple[str, Any]]:
     return [] if of_library else sorted(getattr(data, "__dict__", {}).items())
 
 
-def _is_collection(value: Any) -> bool:
-    """Whether a value holds rows, or names of files. A mapping from numbers is probably a cache, which fills while rows are read; other
-    mappings than dictionaries may be open files."""
+def _is_collection(value: Any, data: Any) -> bool:
+    """Whether an attribute of a data set holds rows, or names of files. A dictionary does if it has an entry for each row, or consists of
+    collections: others are settings. If its keys are numbers, it is probably a cache, which fills while rows are read. Other mappings
+    may be open files."""
     if isinstance(value, dict | UserDict):
-        return bool(value) and all(isinstance(key, str) for key in value)
+        columns = all(isinstance(each, list | tuple | np.ndarray | torch.Tensor) for each in value.values())
+        named = bool(value) and all(isinstance(key, str) for key in value)
+        return named and (columns or (hasattr(data, "__len__") and len(value) == len(data)))
     return (isinstance(value, list | tuple) and len(value) > 0) or _is_table_of_pandas(value)
 
 

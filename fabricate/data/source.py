@@ -225,6 +225,10 @@ class Source(ABC):
             "indices": indices(self.data, self.samplers),
         }
 
+    def recognise(self) -> None:
+        """Compute `identity` now: while rows are read, data may open files and fill caches, which are no rows."""
+        _ = self.identity
+
     @property
     def seed(self) -> int:
         """The seed of the order and of the random state during reading."""

@@ -6,6 +6,7 @@ They are recorded before training, which changes some of them (a schedule change
 from __future__ import annotations
 
 import bisect
+import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from typing import Any, NamedTuple
@@ -16,7 +17,7 @@ from torch.optim import lr_scheduler
 from fabricate.optim.schedules import Schedule, captured
 
 _COUNTERS = ("last_epoch", "base_lrs", "last_lr")
-_DURATIONS = ("T_max", "total_iters", "milestones")
+_DURATIONS = ("T_max", "total_iters", "milestones", "total_steps", "phases")
 """The beginnings of the names of settings that determine the length of a schedule."""
 _UNDERSCORED = {"_schedule_phases": "phases", "_milestones": "milestones"}
 """Settings of OneCycleLR and SequentialLR that begin with an underscore, with their names in messages."""
@@ -74,9 +75,17 @@ def renew_rates(optimizer: torch.optim.Optimizer, schedule: Schedule, changed: C
         for group, factor, rate in rates:
             _put(group, "lr", rate * factor(schedule.made.last_epoch))
     made = _at_work(schedule.made)
-    if any(name.startswith(_DURATIONS) for name in changed) and hasattr(made, "_get_closed_form_lr"):
-        for group, rate in zip(optimizer.param_groups, made._get_closed_form_lr(), strict=True):
+    if any(name.startswith(_DURATIONS) for name in changed):
+        for group, rate in zip(optimizer.param_groups, _rates_now(made), strict=False):
             _put(group, "lr", rate)
+
+
+def _rates_now(made: Any) -> list[Any]:
+    """The rates of the groups by the settings of the scheduler alone; empty if they depend on the present rates too."""
+    if isinstance(made, lr_scheduler.OneCycleLR):
+        with warnings.catch_warnings(action="ignore"):  # advice to read the last rates, which are not those
+            return list(made.get_lr())
+    return list(made._get_closed_form_lr()) if hasattr(made, "_get_closed_form_lr") else []
 
 
 def _at_work(made: Any) -> Any:

@@ -297,6 +297,9 @@ def _prepare(run: Run, stages: Sequence[str], seed: int) -> None:
         raise ConfigurationError(
             f"{type(module).__name__} has no trainable parameter; build layers in __init__ or configure_model"
         )
+    if run.source is not None:
+        for source in (run.source, *run.validation.values()):
+            source.recognise()
     # These comparisons come before any broadcast.
     _check_data(run)
     _note_copied_generators(run)

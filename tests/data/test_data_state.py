@@ -351,6 +351,19 @@ class Closed(Mapping[str, Any]):
         raise OSError("closed")
 
 
+class Validated(Net):
+    def validation_step(self, batch: Any) -> dict[str, torch.Tensor]:
+        return {"loss": self.training_step(batch)}
+
+
+class Opens(Held):
+    """A data set that opens its files when the first row is read."""
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        self.rows = self.rows or [0, 1, 2]
+        return super().__getitem__(index)
+
+
 class Inside(Held):
     """A data set that transforms the rows of another."""
 
@@ -392,10 +405,18 @@ def test_files_in_another_folder_and_a_cache_are_the_same_data(
     fit(tmp_path, 3, Held([f"/scratch/2/{number}.png" for number in range(16)]))
     fit(tmp_path / "cached", 2, Held({}))
     fit(tmp_path / "cached", 3, Held({0: TABLE[0]}))
+    fit(tmp_path / "settings", 2, Held({"epochs": 2, "size": (32, 32)}))
+    fit(tmp_path / "settings", 3, Held({"epochs": 3, "size": (32, 32)}))
+    for steps in (2, 3):
+        rows = Opens(None)
+        options: Any = {"run_dir": tmp_path / "opened", "progress": False, "save_every": 2, "validate_every": 1}
+        Trainer(max_steps=steps, **options).fit(Validated(), rows, rows, batch_size=4)
     for _ in range(2):
         fit(tmp_path / "closed", 2, Held(Closed()))
         fit(tmp_path / "several", 2, Held([Closed(), Closed()]))
-    assert "fingerprint" not in capsys.readouterr().err
+    noted = capsys.readouterr().err
+    assert "fingerprint" not in noted
+    assert "has other rows" not in noted
 
 
 @pytest.mark.parametrize("through", ["data set", "loader", "sampler", "a data set inside"])
