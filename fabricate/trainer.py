@@ -41,8 +41,10 @@ from fabricate.training.batch_size import facts_of, first_size, found_size
 from fabricate.training.evaluations import calibration, evaluation
 from fabricate.training.finish import finish_fit, write_model
 from fabricate.training.interruptions.preemption import told_to_end
-from fabricate.training.opening import environment_restored, noting_failures, opened, register
+from fabricate.training.opening import opened, register
 from fabricate.training.preparation import prepare_fit
+from fabricate.training.process import environment_restored
+from fabricate.training.reports.failure import noting_failures
 from fabricate.training.saves import choosing, resuming, saving
 from fabricate.training.state.run_state import Run
 from fabricate.training.updates import freezing

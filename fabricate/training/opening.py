@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import os
 import secrets
 import sys
 import tempfile
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,18 +18,14 @@ from typing import Any
 import torch
 
 from fabricate.checkpoint.state.constants import constants
-from fabricate.checkpoint.state.logical import digest
 from fabricate.configuration.arguments import Settings
 from fabricate.configuration.opened_data import Data, settle
 from fabricate.configuration.resolve import Resolved
-from fabricate.data.batches import describe
-from fabricate.distributed.consistency import check_alike
 from fabricate.distributed.engine import Engine
 from fabricate.distributed.stacks import here
 from fabricate.distributed.trackers import check_trackers, finish_trackers, needs_directory
-from fabricate.errors import ConfigurationError, FabricateError, few, first_line
+from fabricate.errors import ConfigurationError, FabricateError
 from fabricate.hooks import PROJECT, hookimpl
-from fabricate.launch import uncaught
 from fabricate.launch.ranks import Launch
 from fabricate.metrics.counters import Progress
 from fabricate.metrics.reduction import Metrics
@@ -40,25 +34,17 @@ from fabricate.model.building import build_model, check_has_values
 from fabricate.module import NOT_RUNNING, TrainModule, overrides
 from fabricate.registry.hook_calls import Calls, Manager, Origin
 from fabricate.registry.registry import progress_bar
-from fabricate.seeding import rng_state, seed_everything, set_rng_state
-from fabricate.strategies.quantised import quantised_weights
-from fabricate.strategies.sharding import is_sharded
+from fabricate.training.alike import check_ranks, note_copied_generators
 from fabricate.training.interruptions.overdue import overdue_waits_end
 from fabricate.training.interruptions.preemption import Watch, signals_heard
 from fabricate.training.interruptions.requests import Requests
-from fabricate.training.reports.error_hints import explain
+from fabricate.training.process import hold_process, set_process_up
+from fabricate.training.reports.failure import report
 from fabricate.training.saves import saving
 from fabricate.training.state.journal import Journal
 from fabricate.training.state.run_state import Optimization, Owner, Run
 
 _OVER = "the run is over, so the value would not be recorded; log it before the fit ends"
-_SAME = (
-    *("log_every", "validate_every", "save_every", "validate_first", "sanity_batches", "min_steps", "min_epochs"),
-    *("load_best", "max_grad_norm", "max_grad_value", "nonfinite", "save", "save_weights_only", "save_frozen"),
-)
-"""The arguments that decide what the ranks do together, and when."""
-_PROCESS = threading.RLock()
-"""Held by the thread that executes a run."""
 
 
 class Defaults:
@@ -133,8 +119,8 @@ def opened(
         )
     settle(trainer.settings, resolved, data)
     with contextlib.ExitStack() as stack:
-        _hold_process(stack)
-        run_dir, engine = _open_engine(stack, trainer.settings, resolved, data, make_engine, training="train" in stages)
+        hold_process(stack)
+        run_dir, engine = _open_engine(stack, trainer.settings, resolved, data, make_engine)
         seed = _agree_on_seed(engine, resolved, data)
         run = _assemble(trainer, resolved, module, data, engine, run_dir, stack, began)
         trainer._run = run
@@ -146,7 +132,8 @@ def opened(
             _prepare(run, stages, seed)
             yield run
         except BaseException as exc:
-            _report(run, exc)
+            module._no_log = _OVER
+            report(run, exc)
             raise
         finally:
             saving.drain(run)
@@ -155,29 +142,16 @@ def opened(
             _close(run)
 
 
-def _hold_process(stack: contextlib.ExitStack) -> None:
-    """Raise an error if another thread executes a run; until `stack` ends, other threads get this error. A run inside a hook belongs to the
-    same thread and is allowed."""
-    if not _PROCESS.acquire(blocking=False):
-        raise FabricateError(
-            "a fit or an evaluation is running in another thread of this process. Both would share torch's random generators and "
-            "Accelerate's state, so the results of both would be wrong. Run one after the other, or each in its own process"
-        )
-    stack.callback(_PROCESS.release)
-
-
 def _open_engine(
     stack: contextlib.ExitStack,
     settings: Settings,
     resolved: Resolved,
     data: Data,
     make_engine: Callable[..., Engine],
-    *,
-    training: bool,
 ) -> tuple[Path | None, Engine]:
     """Set up the process and open the engine; `stack` undoes both. Returns the run directory and the engine. All ranks."""
     training = data.train is not None
-    notes = _set_process_up(stack, settings, resolved, training=training)
+    notes = set_process_up(stack, settings, resolved, training=training)
     run_dir = settings.run_dir if training else None
     if settings.fast_dev_run and training:
         run_dir = Path(stack.enter_context(_trial_directory(settings.run_dir, resolved.launch)))
@@ -210,23 +184,6 @@ def _trial_directory(run_dir: Path | None, launch: Launch) -> tempfile.Temporary
         beside = run_dir.absolute().parent
         beside.mkdir(parents=True, exist_ok=True)
     return tempfile.TemporaryDirectory(prefix="fabricate-dev-", dir=beside)
-
-
-def _set_process_up(
-    stack: contextlib.ExitStack, settings: Settings, resolved: Resolved, *, training: bool
-) -> list[str]:
-    """Seed the generators and set torch's options of the process; `stack` undoes both. Returns notes for the plan."""
-    stack.enter_context(environment_restored())
-    # not in other cases: a search that draws random numbers would draw the same ones after every fit
-    if settings.seed is not None or resolved.launch.world_size > 1:
-        stack.callback(set_rng_state, rng_state())
-    if settings.seed is not None:
-        seed_everything(settings.seed)
-    late = settings.deterministic and _chose_workspace(resolved.device)
-    stack.enter_context(_determinism(settings.deterministic))
-    if settings.detect_anomaly and training:
-        stack.enter_context(torch.autograd.set_detect_anomaly(True))
-    return [_LATE] if late else []
 
 
 def _agree_on_seed(engine: Engine, resolved: Resolved, data: Data) -> int:
@@ -300,23 +257,8 @@ def _prepare(run: Run, stages: Sequence[str], seed: int) -> None:
     if run.source is not None:
         for source in (run.source, *run.validation.values()):
             source.recognise()
-    # These comparisons come before any broadcast.
-    _check_data(run)
-    _note_copied_generators(run)
-    check_alike(
-        engine,
-        dict(run.calls.manager.table()),
-        module,
-        {
-            "seed": seed,
-            "run_dir": "set"
-            if run.settings.run_dir
-            else None,  # `preparation` checks that it is the same directory; its path may differ between nodes
-            "total steps": run.optim.total_steps,
-            **{name: str(getattr(run.settings, name)) for name in _SAME if training},
-            **(_base(module) if engine.world_size > 1 else {}),
-        },
-    )
+    check_ranks(run, seed)  # before the strategy broadcasts weights
+    note_copied_generators(run)
     engine.prepare(module, stages, seed)
     if engine.ranks_per_row > 1:
         run.closing.callback(synchronise_torchmetrics(module, engine.counterparts(engine.ranks_per_row)))
@@ -331,117 +273,6 @@ def _wrapped(module: TrainModule) -> Iterator[str]:
                 f"{type(module).__name__}.{name} is a {type(layer).__name__}, but fabricate itself divides the work over the ranks. Use "
                 "the layer without this wrapper (its attribute module); the number of ranks is that of the launcher"
             )
-
-
-def _base(module: TrainModule) -> dict[str, str]:
-    """A digest of each quantised weight by name, because every rank has loaded them itself. If a weight is sharded, the digest of its
-    scales."""
-    weights = quantised_weights(module)
-    sharded = {name for name, each in weights.items() if is_sharded(each.weight)}
-    held = {name: each.scales if name in sharded else each.tensors() for name, each in weights.items()}
-    return {f"the quantised {name}": " ".join(map(digest, tensors)) for name, tensors in held.items()}
-
-
-def _check_data(run: Run) -> None:
-    """Compare between the ranks the number of rows, what determines the rows, and some of the rows. All ranks."""
-    sources = [source for source in (run.source, *run.validation.values()) if source is not None]
-    if run.engine.world_size == 1:
-        return
-    _check_sets(run)
-    mine = [[source.num_units, source.held(), source.probe()] for source in sources]
-    if run.engine.all_have(mine):
-        return
-    everyone = run.engine.gather_json(mine)
-    for number, source in enumerate(sources):
-        lengths, held, rows = zip(*(rank[number] for rank in everyone), strict=True)
-        error = source.different(lengths, "another number of rows") or source.different(held, "other rows")
-        if error := error or (source.different(rows, "other rows") if all(rows) else None):
-            raise error
-
-
-def _check_sets(run: Run) -> None:
-    """Raise `ConfigurationError` unless all ranks have the same validation sets. All ranks."""
-    mine = list(run.validation)
-    if run.engine.all_have(mine):
-        return
-    everyone = run.engine.gather_json(mine)
-    other = next(rank for rank, names in enumerate(everyone) if names != everyone[0])
-    zero, there = (
-        "no data" if not names else "one data set" if names == [""] else f"the sets {few(names)}"
-        for names in (everyone[0], everyone[other])
-    )
-    raise ConfigurationError(
-        f"val is {zero} on rank 0 and {there} on rank {other}. Every rank has to pass the same, whole data, because fabricate divides it"
-    )
-
-
-def _note_copied_generators(run: Run) -> None:
-    """Note random generators of the training data of which ranks or worker processes have equal copies. All ranks."""
-    if run.source is None:
-        return
-    generators = run.source.own_generators()
-    on_ranks = run.engine.world_size > 1 and run.engine.all_have(generators)
-    if generators and (on_ranks or run.source.several_workers):
-        readers = "each rank" if on_ranks else "each worker process"
-        run.notes.append(
-            f"train: {readers} has a copy of {few(list(generators))}, so all of them draw the same numbers from it, and rows or "
-            "augmentations that it chooses repeat, unless it is seeded for each row. Draw from the global generators of torch, NumPy or "
-            "Python instead, which draw other numbers for each batch"
-        )
-
-
-@contextlib.contextmanager
-def noting_failures(run: Run) -> Iterator[None]:
-    """Add notes to an exception of a fit or an evaluation: where it occurred, and the shapes of the batch."""
-    try:
-        yield
-    except BaseException as exc:
-        at, now = run.progress, run.now
-        epoch = at.epoch if now.epoch is None else now.epoch
-        if now.stage == "train":
-            where = f"while training: rank {run.engine.rank}, epoch {epoch}, step {run.calls.step}, micro-batch {at.micro_step}"
-        else:
-            doing = {"validate": "validating", "test": "testing", "predict": "predicting"}[now.stage]
-            after = f", epoch {epoch}, after step {at.step}" if run.source is not None else ""
-            where = f"while {doing}: rank {run.engine.rank}{after}, batch {now.batch_idx}"
-        exc.add_note(where)
-        if run.now.batch is not None:
-            or_before = ", or one before it" if isinstance(exc, torch.AcceleratorError) else ""
-            exc.add_note(f"the batch was {describe(run.now.batch)}{or_before}")
-        with contextlib.suppress(OSError):  # the failure may be a full disk
-            run.journal.event("failed", reason=f"{type(exc).__name__}: {first_line(exc)}")
-        raise
-
-
-def _report(run: Run, exc: BaseException) -> None:
-    """Report `exc` to listeners and to the other ranks. An error in a listener does not replace `exc`."""
-    if isinstance(exc, SystemExit | GeneratorExit):
-        return
-    run.module._no_log = _OVER
-    try:
-        note = explain(run, exc)
-    except Exception as second:  # if memory is full, anything may fail
-        note = f"what could be changed is not known: {type(second).__name__}: {second}"
-    if run.calls.on_exception is not None:
-        run.now.failure = exc
-        try:
-            run.calls.on_exception(run.trainer, run.module, exc)
-        except Exception as second:
-            exc.add_note(f"on_exception raised {type(second).__name__}: {second}")
-        run.now.failure = None
-    if note := "; ".join(filter(None, (note, _how_to_go_on(run)))):
-        exc.add_note(note)
-    if run.engine.world_size > 1:
-        uncaught.install(run.engine.rank)
-    first = run.engine.report_failure(exc, run.calls.places())
-    if first:
-        raise first from None  # `exc` is only the broken connection that the failure of another rank caused
-
-
-def _how_to_go_on(run: Run) -> str:
-    if run.checkpoints.newest is not None and not run.settings.save_weights_only:
-        return f"the same command continues from {run.checkpoints.newest}"
-    return f"{uncaught.AGAIN}: nothing is saved" if run.engine.world_size > 1 and run.source is not None else ""
 
 
 def _close(run: Run) -> None:
@@ -467,52 +298,3 @@ def _close(run: Run) -> None:
         run.trainer._run = None
         run.reached(run.progress.step, run.progress.micro_step, -1)
         here().ended()
-
-
-@contextlib.contextmanager
-def environment_restored() -> Iterator[None]:
-    """Remove the environment variables that torch sets for its compiler when the first optimizer is built."""
-    before = set(os.environ)
-    try:
-        yield
-    finally:
-        for name in set(os.environ) - before:
-            if name.startswith(("TORCHINDUCTOR_", "TRITON_")):
-                del os.environ[name]
-
-
-_LATE = (
-    "deterministic=True: this process has used CUDA before, and torch reads CUBLAS_WORKSPACE_CONFIG only at the first matrix "
-    "product. If torch refuses matrix products, set CUBLAS_WORKSPACE_CONFIG=:4096:8 before Python starts"
-)
-
-
-def _chose_workspace(device: torch.device) -> bool:
-    """Whether cuBLAS may already have chosen its workspace: torch reads the variable only once per process."""
-    used: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    return device.type == "cuda" and used and "CUBLAS_WORKSPACE_CONFIG" not in os.environ
-
-
-@contextlib.contextmanager
-def _determinism(on: bool) -> Iterator[None]:
-    if not on:
-        yield
-        return
-    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    benchmark = torch.backends.cudnn.benchmark
-    memory: Any = torch.utils.deterministic
-    filled = memory.fill_uninitialized_memory
-    workspace = os.environ.get("CUBLAS_WORKSPACE_CONFIG")
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True)
-    torch.backends.cudnn.benchmark = False
-    # torch would fill every new tensor, although gathers and copies overwrite theirs at once
-    memory.fill_uninitialized_memory = False
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
-        torch.backends.cudnn.benchmark = benchmark
-        memory.fill_uninitialized_memory = filled
-        if workspace is None:
-            os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)

@@ -15,7 +15,7 @@ from torch.utils.data import Dataset, Subset
 
 from fabricate import Trainer, TrainModule, seed_everything
 from fabricate.testing import run_ranks
-from fabricate.training import opening
+from fabricate.training import process
 
 ROWS, GLOBAL_BATCH, STEPS = 30, 12, 5
 STRATEGIES = {"single": 1, "ddp": 2, "fsdp": 2, "zero1": 2, "zero3": 2, "ddp on 3": 3}
@@ -220,6 +220,6 @@ def test_memory_that_is_written_right_after_is_not_filled_first() -> None:
 def test_a_process_that_used_cuda_before_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    assert [opening._chose_workspace(torch.device(kind)) for kind in ("cuda", "cpu")] == [True, False]
+    assert [process._chose_workspace(torch.device(kind)) for kind in ("cuda", "cpu")] == [True, False]
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    assert not opening._chose_workspace(torch.device("cuda"))
+    assert not process._chose_workspace(torch.device("cuda"))

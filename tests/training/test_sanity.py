@@ -16,7 +16,7 @@ import torchmetrics
 from sklearn.preprocessing import StandardScaler
 
 from fabricate import Callback, ConfigurationError, EarlyStopping, Every, FabricateError, Trainer, hookimpl
-from fabricate.training.opening import environment_restored
+from fabricate.training.process import environment_restored
 from tests.support.regression import ROWS, Hears, Quantising, Regression, equal, fit, weights
 
 

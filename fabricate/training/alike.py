@@ -1,0 +1,96 @@
+"""What all ranks must have in common before a run begins: code, settings, data, validation sets and quantised weights.
+
+Must not know: how ranks exchange messages (`distributed`), how a module is prepared (`opening`).
+"""
+
+from __future__ import annotations
+
+from fabricate.checkpoint.state.logical import digest
+from fabricate.distributed.consistency import check_alike
+from fabricate.errors import ConfigurationError, few
+from fabricate.module import TrainModule
+from fabricate.strategies.quantised import quantised_weights
+from fabricate.strategies.sharding import is_sharded
+from fabricate.training.state.run_state import Run
+
+_SAME = (
+    *("log_every", "validate_every", "save_every", "validate_first", "sanity_batches", "min_steps", "min_epochs"),
+    *("load_best", "max_grad_norm", "max_grad_value", "nonfinite", "save", "save_weights_only", "save_frozen"),
+)
+"""The arguments that decide what the ranks do together, and when."""
+
+
+def check_ranks(run: Run, seed: int) -> None:
+    """Raise an error unless all ranks have the same code, settings and data. The module is built, but not prepared. All ranks."""
+    training = run.source is not None
+    _check_data(run)
+    check_alike(
+        run.engine,
+        dict(run.calls.manager.table()),
+        run.module,
+        {
+            "seed": seed,
+            # `preparation` checks that it is the same directory; its path may differ between nodes
+            "run_dir": "set" if run.settings.run_dir else None,
+            "total steps": run.optim.total_steps,
+            **{name: str(getattr(run.settings, name)) for name in _SAME if training},
+            **(_base(run.module) if run.engine.world_size > 1 else {}),
+        },
+    )
+
+
+def _check_data(run: Run) -> None:
+    """Compare between the ranks the number of rows, what determines the rows, and some of the rows. All ranks."""
+    sources = [source for source in (run.source, *run.validation.values()) if source is not None]
+    if run.engine.world_size == 1:
+        return
+    _check_sets(run)
+    mine = [[source.num_units, source.held(), source.probe()] for source in sources]
+    if run.engine.all_have(mine):
+        return
+    everyone = run.engine.gather_json(mine)
+    for number, source in enumerate(sources):
+        lengths, held, rows = zip(*(rank[number] for rank in everyone), strict=True)
+        error = source.different(lengths, "another number of rows") or source.different(held, "other rows")
+        if error := error or (source.different(rows, "other rows") if all(rows) else None):
+            raise error
+
+
+def _check_sets(run: Run) -> None:
+    """Raise `ConfigurationError` unless all ranks have the same validation sets. All ranks."""
+    mine = list(run.validation)
+    if run.engine.all_have(mine):
+        return
+    everyone = run.engine.gather_json(mine)
+    other = next(rank for rank, names in enumerate(everyone) if names != everyone[0])
+    zero, there = (
+        "no data" if not names else "one data set" if names == [""] else f"the sets {few(names)}"
+        for names in (everyone[0], everyone[other])
+    )
+    raise ConfigurationError(
+        f"val is {zero} on rank 0 and {there} on rank {other}. Every rank has to pass the same, whole data, because fabricate divides it"
+    )
+
+
+def _base(module: TrainModule) -> dict[str, str]:
+    """A digest of each quantised weight by name, because every rank has loaded them itself. If a weight is sharded, the digest of its
+    scales."""
+    weights = quantised_weights(module)
+    sharded = {name for name, each in weights.items() if is_sharded(each.weight)}
+    held = {name: each.scales if name in sharded else each.tensors() for name, each in weights.items()}
+    return {f"the quantised {name}": " ".join(map(digest, tensors)) for name, tensors in held.items()}
+
+
+def note_copied_generators(run: Run) -> None:
+    """Note random generators of the training data of which ranks or worker processes have equal copies. All ranks."""
+    if run.source is None:
+        return
+    generators = run.source.own_generators()
+    on_ranks = run.engine.world_size > 1 and run.engine.all_have(generators)
+    if generators and (on_ranks or run.source.several_workers):
+        readers = "each rank" if on_ranks else "each worker process"
+        run.notes.append(
+            f"train: {readers} has a copy of {few(list(generators))}, so all of them draw the same numbers from it, and rows or "
+            "augmentations that it chooses repeat, unless it is seeded for each row. Draw from the global generators of torch, NumPy or "
+            "Python instead, which draw other numbers for each batch"
+        )
