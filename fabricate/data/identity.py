@@ -42,29 +42,35 @@ def fingerprint(data: Any) -> str | None:
     return digest([_sample(each) for each in held]) if held else None
 
 
-def attributes(data: Any) -> str | None:
-    """A digest of some entries of the lists, tuples, mappings and tables that are attributes of a data set, and of the data sets inside it;
-    None if there are none."""
-    found: list[Any] = []
-    for each in _with_inner(data):
-        found += [_entries(value) for _, value in _held(each) if _is_collection(value, each)]
-        found += [] if each is data else [fingerprint(each)]
-    return digest(found) if found else None
+def attributes(data: Any) -> dict[str, str]:
+    """By name, a digest of some entries of each list, tuple, mapping and table that is an attribute of a data set, and of the data sets
+    inside it. Call it before rows are read: while they are, data may open files and fill caches, which are no rows."""
+    found: dict[str, Any] = {}
+    for path, each in _with_inner(data).items():
+        found |= {f"{path}{name}": _entries(value) for name, value in _held(each) if _is_collection(value)}
+        found |= {path.rstrip("."): inside} if each is not data and (inside := fingerprint(each)) else {}
+    return {name: digest(entries) for name, entries in found.items()}
 
 
-def _with_inner(data: Any) -> list[Any]:
-    """A data set and those that are its attributes, as in one that transforms the rows of another, or takes some or joins several."""
-    found: list[Any] = []
-    following = [data]
+def _with_inner(data: Any) -> dict[str, Any]:
+    """A data set and those that are its attributes, as in one that transforms the rows of another, or takes some or joins several. By the
+    name of the attribute with a dot; "" for `data` itself."""
+    found: dict[str, Any] = {}
+    following = [("", data)]
     while following:
-        each = following.pop()
-        if all(each is not known for known in found):
-            found.append(each)
-            inner = [value for _, value in _held(each)]
+        path, each = following.pop()
+        if all(each is not known for known in found.values()):
+            found[path] = each
+            inner = _held(each)
             if isinstance(each, ConcatDataset | StackDataset):
-                inner += each.datasets.values() if isinstance(each.datasets, dict) else each.datasets
-            following += [value for value in inner if isinstance(value, Dataset) or is_hugging_face(value, "Dataset")]
+                parts = each.datasets.items() if isinstance(each.datasets, dict) else enumerate(each.datasets)
+                inner = [*inner, *((f"datasets[{key!r}]", part) for key, part in parts)]
+            following += [(f"{path}{name}.", value) for name, value in inner if _is_data_set(value)]
     return found
+
+
+def _is_data_set(value: Any) -> bool:
+    return isinstance(value, Dataset) or is_hugging_face(value, "Dataset")
 
 
 def _held(data: Any) -> list[tuple[str, Any]]:
@@ -73,15 +79,10 @@ def _held(data: Any) -> list[tuple[str, Any]]:
     return [] if of_library else sorted(getattr(data, "__dict__", {}).items())
 
 
-def _is_collection(value: Any, data: Any) -> bool:
-    """Whether an attribute of a data set holds rows, or names of files. A dictionary does if it has an entry for each row, or consists of
-    collections: others are settings. If its keys are numbers, it is probably a cache, which fills while rows are read. Other mappings
-    may be open files."""
-    if isinstance(value, dict | UserDict):
-        columns = all(isinstance(each, list | tuple | np.ndarray | torch.Tensor) for each in value.values())
-        named = bool(value) and all(isinstance(key, str) for key in value)
-        return named and (columns or (hasattr(data, "__len__") and len(value) == len(data)))
-    return (isinstance(value, list | tuple) and len(value) > 0) or _is_table_of_pandas(value)
+def _is_collection(value: Any) -> bool:
+    """Whether an attribute of a data set may hold rows, names of files or numbers of labels. One without entries may be a cache. Other
+    mappings than dictionaries may be open files."""
+    return (isinstance(value, list | tuple | dict | UserDict) and len(value) > 0) or _is_table_of_pandas(value)
 
 
 def _is_table_of_pandas(value: Any) -> bool:
@@ -114,7 +115,7 @@ def indices(data: Any, samplers: Iterable[Any]) -> str | None:
     while isinstance(data, Subset):
         listed.append(data.indices)
         data = data.dataset
-    listed = listed or [each.indices for each in _with_inner(data) if isinstance(each, Subset)]
+    listed = listed or [each.indices for each in _with_inner(data).values() if isinstance(each, Subset)]
     own = [getattr(sampler, "indices", None) for sampler in samplers]
     listed += [each for each in own if isinstance(each, Sequence | np.ndarray | torch.Tensor)]
     return digest([np.asarray(each) for each in listed]) if listed else None

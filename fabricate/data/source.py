@@ -217,7 +217,7 @@ class Source(ABC):
         }
 
     @cached_property
-    def identity(self) -> dict[str, str | None]:
+    def identity(self) -> dict[str, Any]:
         """Digests that distinguish the rows from others of the same number, computed at the first access: see `fabricate.data.identity`."""
         return {
             "fingerprint": fingerprint(self.data),

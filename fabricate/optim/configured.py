@@ -5,7 +5,7 @@ They are recorded before training, which changes some of them (a schedule change
 
 from __future__ import annotations
 
-import bisect
+import copy
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
@@ -46,6 +46,7 @@ def configured(optimizers: Mapping[str, torch.optim.Optimizer], schedules: Mappi
                 put = partial(_put_option, group, option, value)
                 settings.append(Configured("optimizer", f"{option} {where}", _text(value), put))
     for label, schedule in schedules.items():
+        schedule.begun = _copy(schedule.made)
         where = f"of scheduler {label!r}"
         # The text of a schedule with a name ends with its length.
         settings.append(Configured("scheduler", f"kind {where}", schedule.text.partition(" over ")[0], _in_effect))
@@ -64,9 +65,10 @@ def options(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def renew_rates(optimizer: torch.optim.Optimizer, schedule: Schedule, changed: Collection[str]) -> None:
-    """Make the initial rates of the groups of `optimizer` those of `schedule`. If `schedule` is a function of the update, or if its length
-    is among the `changed` settings, the rate of the next update is computed anew: a cosine that was at its end would otherwise stay at
-    zero. Other schedules continue from their present rates."""
+    """Make the initial rates of the groups of `optimizer` those of `schedule`. If `schedule` is a function of the update, the present rates
+    are computed anew. If the length of a scheduler of torch is among the `changed` settings, scheduler and rates become those of a run that
+    had the new settings from its beginning: a cosine that was at its end would otherwise stay at zero. Other schedules continue from their
+    present rates."""
     for made in _parts(schedule.made):
         if "base_lrs" in vars(made):
             made.base_lrs = [group.get("initial_lr", group["lr"]) for group in optimizer.param_groups]
@@ -74,25 +76,40 @@ def renew_rates(optimizer: torch.optim.Optimizer, schedule: Schedule, changed: C
         rates = zip(optimizer.param_groups, schedule.made.lr_lambdas, schedule.made.base_lrs, strict=True)
         for group, factor, rate in rates:
             _put(group, "lr", rate * factor(schedule.made.last_epoch))
-    made = _at_work(schedule.made)
-    if any(name.startswith(_DURATIONS) for name in changed):
-        for group, rate in zip(optimizer.param_groups, _rates_now(made), strict=False):
-            _put(group, "lr", rate)
+    if schedule.begun is not None and any(name.startswith(_DURATIONS) for name in changed):
+        _repeat(optimizer, schedule.made, schedule.begun)
 
 
-def _rates_now(made: Any) -> list[Any]:
-    """The rates of the groups by the settings of the scheduler alone; empty if they depend on the present rates too."""
-    if isinstance(made, lr_scheduler.OneCycleLR):
-        with warnings.catch_warnings(action="ignore"):  # advice to read the last rates, which are not those
-            return list(made.get_lr())
-    return list(made._get_closed_form_lr()) if hasattr(made, "_get_closed_form_lr") else []
+def _repeat(optimizer: torch.optim.Optimizer, made: Any, begun: Any) -> None:
+    """Advance `begun`, a copy of the scheduler `made` from before training, as often as `made` was, and take over the result."""
+    with warnings.catch_warnings(action="ignore"):  # that no update came before
+        for _ in range(_advances(made) - _advances(begun)):
+            begun.step()
+    made.load_state_dict(begun.state_dict())
+    cycles = any(getattr(part, "cycle_momentum", False) for part in _parts(made))
+    for group, present in zip(optimizer.param_groups, begun.optimizer.param_groups, strict=False):
+        for option in ("lr", "momentum", "betas") if cycles else ("lr",):
+            if option in group and option in present:
+                _put(group, option, present[option])
 
 
-def _at_work(made: Any) -> Any:
-    """The scheduler that is active now, if `made` is a sequence of schedulers; else `made`."""
-    if isinstance(made, lr_scheduler.SequentialLR):
-        return _at_work(made._schedulers[bisect.bisect_right(made._milestones, made.last_epoch)])
-    return made
+def _advances(made: Any) -> int:
+    return int(made.last_epoch if hasattr(made, "last_epoch") else _advances(made._schedulers[0]))
+
+
+def _copy(made: Any) -> Any:
+    """A copy of a scheduler of torch, with an optimizer of its own without the parameters. None for a scheduler with functions of the
+    script, or of another package."""
+    own = (lr_scheduler.LambdaLR, lr_scheduler.MultiplicativeLR, lr_scheduler.ReduceLROnPlateau)
+    if any(isinstance(part, own) or type(part).__module__ != lr_scheduler.__name__ for part in _parts(made)):
+        return None
+    groups = [
+        {**copy.deepcopy({name: value for name, value in group.items() if name != "params"}), "params": []}
+        for group in made.optimizer.param_groups
+    ]
+    alone = torch.optim.SGD([torch.zeros(1)])
+    alone.param_groups = groups
+    return copy.deepcopy(made, {id(made.optimizer): alone})
 
 
 def _put_option(group: dict[str, Any], option: str, value: Any, then: str) -> None:

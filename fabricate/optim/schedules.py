@@ -28,6 +28,8 @@ class Schedule:
         self.advanced_elsewhere = False
         """Whether code other than this class has advanced the scheduler."""
         self._position = self._present()
+        self.begun: Any = None
+        """A copy of the scheduler as it was before training, if it was made; see `fabricate.optim.configured`."""
 
     @property
     def kind(self) -> str:

@@ -38,6 +38,19 @@ class Tuned(TrainModule):
             warmup = torch.optim.lr_scheduler.LinearLR(optimizer, 0.5, total_iters=1)
             rest = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, self.trainer.total_steps - 1)
             return optimizer, torch.optim.lr_scheduler.SequentialLR(optimizer, [warmup, rest], milestones=[1])
+        total = self.trainer.total_steps
+        if self.schedule in ("share", "three parts"):
+            length = total // 4
+            warmup = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=length)
+            held = [torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0, length)] * (self.schedule == "three parts")
+            ends = [length * (number + 1) for number in range(1 + len(held))]
+            rest = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, total - ends[-1])
+            return optimizer, torch.optim.lr_scheduler.SequentialLR(optimizer, [warmup, *held, rest], ends)
+        if self.schedule == "chained":
+            warmup = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=2)
+            return optimizer, torch.optim.lr_scheduler.ChainedScheduler(
+                [warmup, torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, total)]
+            )
         if self.schedule == "cycle":
             return optimizer, torch.optim.lr_scheduler.OneCycleLR(optimizer, 1.0, self.trainer.total_steps)
         if self.schedule == "sequence":
@@ -135,11 +148,14 @@ def test_a_cycle_that_is_made_longer_ends_at_the_new_end(tmp_path: Path) -> None
     assert rates == whole[4:]
 
 
-def test_a_cosine_that_had_come_to_its_end_goes_on_when_it_is_made_longer(tmp_path: Path) -> None:
-    fit(tmp_path, Tuned(schedule="cosine"), 4)
-    rates, _ = fit(tmp_path, Tuned(schedule="cosine"), 8, accept_changes=("scheduler",))
-    whole, _ = fit(tmp_path / "whole", Tuned(schedule="cosine"), 8)
+@pytest.mark.parametrize("schedule", ["cosine", "share", "three parts", "chained"])
+def test_a_schedule_that_had_come_to_its_end_goes_on_when_it_is_made_longer(tmp_path: Path, schedule: str) -> None:
+    fit(tmp_path, Tuned(schedule=schedule), 4)
+    rates, _ = fit(tmp_path, Tuned(schedule=schedule), 8, accept_changes=("scheduler",))
+    longer, _ = fit(tmp_path, Tuned(schedule=schedule), 16, accept_changes=("scheduler",))
+    whole, _ = fit(tmp_path / "whole", Tuned(schedule=schedule), 8)
     assert rates == whole[4:]
+    assert longer == fit(tmp_path / "longer", Tuned(schedule=schedule), 16)[0][8:]
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from fabricate.checkpoint.format import directory as format
 from fabricate.checkpoint.format.directory import Reader
 from fabricate.checkpoint.format.schema import shared_state
 from fabricate.checkpoint.state.constants import about_constants, set_otherwise
-from fabricate.errors import CheckpointError
+from fabricate.errors import CheckpointError, few
 from fabricate.training.saves.changes import Change
 from fabricate.training.saves.choosing import by_main
 from fabricate.training.saves.saved_state import data_identity
@@ -112,23 +112,34 @@ def _compare_rows(run: Run, path: Path, tree: Any, now: dict[str, Any]) -> None:
             "random_split(..., generator=torch.Generator().manual_seed(0)). For another fold, use another run_dir. Or accept the "
             "change: Trainer(accept_changes=('train',))"
         )
-    other = next((name for name in ("fingerprint", "attributes") if _differ(name, then, now)), None)
-    if other and "train" not in accept_changes:
+    changed = _changed_rows(then, now)
+    if changed and "train" not in accept_changes:
+        before, after, where = changed
         note = (
-            f"{path} was saved with train data of fingerprint {then[other]}, but train now has fingerprint "
-            f"{now[other]}: the rows differ, or the same rows were computed again. With different rows, samples would be "
-            "lost or repeated. Pass the same data, or accept the change: Trainer(accept_changes=('train',))"
+            f"{path} was saved with train data of fingerprint {before}, but train now has fingerprint {after}{where}: the rows differ, or "
+            "the same rows were computed again. With different rows, samples would be lost or repeated, and with other numbers "
+            "for labels or words the weights would not fit them. Pass the same data, or accept the change: "
+            "Trainer(accept_changes=('train',))"
         )
         run.journal.event("data_changed", reason=note)
         if run.engine.rank == 0:
             print(f"warning: {note}", file=sys.stderr, flush=True)
     for name, val in now["validation"].items():
         saved = then.get("validation", {}).get(name, {})
-        if any(_differ(key, saved, val) for key in val):
+        if _differ("rows", saved, val) or _differ("indices", saved, val) or _changed_rows(saved, val):
             run.journal.note(
                 f"{f'the set {name!r} of val' if name else 'val'} has other rows than when {path} was saved, or they were computed again. "
                 "With other rows, metrics from before and after this point cannot be compared, as keep and EarlyStopping do"
             )
+
+
+def _changed_rows(then: Any, now: Any) -> tuple[str, str, str] | None:
+    """Two fingerprints that differ, and in which attributes of the data set; None if nothing that both sides know differs."""
+    if _differ("fingerprint", then, now):
+        return then["fingerprint"], now["fingerprint"], ""
+    before, after = then.get("attributes") or {}, now["attributes"]
+    names = [name for name in after if name in before and before[name] != after[name]]
+    return (before[names[0]], after[names[0]], f" (in its {few(names)})") if names else None
 
 
 def _differ(name: str, then: Any, now: Any) -> bool:
