@@ -140,11 +140,21 @@ def generators(data: Any) -> dict[str, str]:
     name."""
     while isinstance(data, Subset):
         data = data.dataset
-    methods = [value for kind in type(data).__mro__ for name, value in vars(kind).items() if name != "__init__"]
-    named = {name for method in methods if isinstance(method, FunctionType) for name in names_in(method.__code__)}
+    named = {name for method in dir(type(data)) if method != "__init__" for name in _names_of(type(data), method)}
     attributes = getattr(data, "__dict__", {}).items()
     held = {name: value for name, value in attributes if name in named and is_generator(value)}
     return {f"{type(data).__name__}.{name}": digest(state_of(value)) for name, value in held.items()}
+
+
+def _names_of(kind: type, method: str) -> set[str]:
+    """The names in the code of a method of a class, and of the method that it overrides if it names `super`."""
+    names: set[str] = set()
+    for base in kind.__mro__:
+        if isinstance(function := vars(base).get(method), FunctionType):
+            names |= set(names_in(function.__code__))
+            if "super" not in names:
+                break
+    return names
 
 
 def names_in(code: CodeType) -> Iterator[str]:

@@ -124,6 +124,7 @@ class Indexed(Source):
         self._length = _length(dataset)
         self._draw = draw
         self._reader = RowReader(dataset, setup.argument)
+        self.collate_fn = options["collate_fn"]
         self._options = {**options, "collate_fn": Collating(options["collate_fn"], setup.argument, self._reader)}
         self.in_workers, self.several_workers = options["num_workers"] > 0, options["num_workers"] > 1
         self.exact_rows = options["collate_fn"] in (None, default_collate)
@@ -143,7 +144,11 @@ class Indexed(Source):
         return digest(held(self.data))
 
     def own_generators(self) -> dict[str, str]:
-        return {} if self._options.get("worker_init_fn") else generators(self.data)
+        return generators(self.data) if self.copies_generators else {}
+
+    @property
+    def copies_generators(self) -> bool:
+        return not self._options.get("worker_init_fn")
 
     def probe(self) -> str:
         """See `Source.probe`. Returns "" if worker processes read a data set that is not in memory, because it may open files in the first

@@ -69,6 +69,7 @@ class Sequential(Source):
         self.stream_readers = (
             max(1, data.num_workers) if isinstance(data, DataLoader) and _is_loaded_stream(data) else None
         )
+        self.collate_fn = collate or getattr(data, "collate_fn", None)
         self._collate = None if collate is None else Collating(collate, setup.argument)
         self.exact_rows = collate in (None, default_collate)
         self._in_worker = self.in_workers = in_worker

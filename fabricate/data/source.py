@@ -143,6 +143,8 @@ class Source(ABC):
     """Whether worker processes read the data."""
     several_workers: bool = False
     """Whether more than one of them does."""
+    collate_fn: Any = None
+    """The function that makes batches of rows, if it is known."""
     order_digest: str = ""
     """A digest of the order of the current epoch, if a sampler draws it; a checkpoint stores it, and a resumed run sets it."""
     drawn_by: str = ""
@@ -264,6 +266,11 @@ class Source(ABC):
         """The random generators from which the data itself draws and of which every reader has a copy, by name, with a digest of the
         state of each."""
         return {}
+
+    @property
+    def copies_generators(self) -> bool:
+        """Whether every reader has a copy of the random generators of the data, and none seeds its own."""
+        return False
 
     def probe(self) -> str:
         """A digest of some rows, which are read only for this; "" if reading them could do harm. Random generators are left unchanged."""

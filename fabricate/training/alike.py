@@ -6,11 +6,14 @@ Must not know: how ranks exchange messages (`distributed`), how a module is prep
 from __future__ import annotations
 
 from fabricate.checkpoint.state.logical import digest
+from fabricate.data.digests import digest as digest_of
 from fabricate.distributed.consistency import check_alike
 from fabricate.errors import ConfigurationError, few
 from fabricate.module import TrainModule
+from fabricate.seeding import is_generator, state_of
 from fabricate.strategies.quantised import quantised_weights
 from fabricate.strategies.sharding import is_sharded
+from fabricate.training.saves.unsaved import reached_by_reading
 from fabricate.training.state.run_state import Run
 
 _SAME = (
@@ -83,9 +86,11 @@ def _base(module: TrainModule) -> dict[str, str]:
 
 def note_copied_generators(run: Run) -> None:
     """Note random generators of the training data of which ranks or worker processes have equal copies. All ranks."""
-    if run.source is None:
+    if run.source is None or not run.source.copies_generators:
         return
-    generators = run.source.own_generators()
+    found = reached_by_reading(run)
+    inside = {n: v for n, v in found.generators.items() if is_generator(v) and n not in found.in_libraries}
+    generators = run.source.own_generators() | {name: digest_of(state_of(value)) for name, value in inside.items()}
     on_ranks = run.engine.world_size > 1 and run.engine.all_have(generators)
     if generators and (on_ranks or run.source.several_workers):
         readers = "each rank" if on_ranks else "each worker process"

@@ -437,6 +437,25 @@ class Crops(Rows):
         return sum(self.rows[self.own.integers(24)] for _ in range(2))
 
 
+class Shifts:
+    """A transformation with a generator of its own."""
+
+    def __init__(self) -> None:
+        self.own = numpy.random.default_rng(0)
+
+    def __call__(self, row: torch.Tensor) -> torch.Tensor:
+        return row + self.own.random()
+
+
+class Shifted(Rows):
+    def __init__(self) -> None:
+        super().__init__(0, 1)
+        self.transforms = [Shifts()]
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return self.transforms[0](super().__getitem__(index))
+
+
 class DrawnOnce(Crops):
     """Draws in its constructor only."""
 
@@ -457,17 +476,18 @@ def _notes_about_copies(cases: list[tuple[Any, dict[str, Any]]]) -> list[list[st
     for data, options in cases:
         with contextlib.redirect_stdout(io.StringIO()) as printed:
             Trainer(max_steps=2, progress=False, print_plan="full").fit(AnyRows(1), DataLoader(data, 2, **options))
-        notes.append([line for line in printed.getvalue().splitlines() if "has a copy of Crops.own" in line])
+        notes.append([line for line in printed.getvalue().splitlines() if "has a copy of " in line])
     return notes
 
 
 def test_equal_generators_of_the_data_on_ranks_or_in_worker_processes_get_a_note() -> None:
     every, own = (
-        [(Crops(0), {}), (torch.utils.data.Subset(Crops(0), range(8)), {})],
+        [(Crops(0), {}), (torch.utils.data.Subset(Crops(0), range(8)), {}), (Shifted(), {})],
         [(Rows(0, 1), {}), (DrawnOnce(0), {})],
     )
     [zero, _] = run_ranks(_notes_about_copies, 2, [*every, *own])
-    assert [len(lines) for lines in zero] == [1, 1, 0, 0]
+    assert [len(lines) for lines in zero] == [1, 1, 1, 0, 0]
+    assert "has a copy of Shifted (train).transforms[0].own, so" in zero[2][0]
     assert "train: each rank has a copy of Crops.own, so all of them draw the same numbers from it" in zero[0][0]
     reseeded = {"num_workers": 2, "worker_init_fn": _reseed}
     alone = _notes_about_copies([(Crops(0), {"num_workers": n}) for n in (0, 1, 2)] + [(Crops(0), reseeded)])

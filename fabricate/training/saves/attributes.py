@@ -94,7 +94,7 @@ class _Memory:
             return _named(value)
         elif isinstance(value, type):
             held = (getattr(each, "__func__", each) for each in vars(value).values())  # of static and class methods
-            return [*held, *value.__bases__] if _is_users_module(value.__module__) else ()
+            return [*held, *value.__bases__] if is_users_module(value.__module__) else ()
         elif variables(value) is not None or _holds_values(value):
             return [*self.attributes(value), type(value)]
         return ()
@@ -122,7 +122,7 @@ class _Memory:
 def _named(function: FunctionType | partial[Any]) -> list[object]:
     """The values that a function was created with, and the global variables that it names if it is the user's."""
     held = list(captured(function).values())
-    if isinstance(function, FunctionType) and _is_users_module(function.__globals__.get("__name__", "")):
+    if isinstance(function, FunctionType) and is_users_module(function.__globals__.get("__name__", "")):
         variables = function.__globals__
         held += [variables[name] for name in names_in(function.__code__) if name in variables]
     return held
@@ -173,12 +173,12 @@ def is_users(value: object) -> bool:
     """Whether the class of `value` is the user's, not one of an installed package."""
     if isinstance(value, type | ModuleType) or not hasattr(value, "__dict__"):
         return False
-    return _is_users_module(type(value).__module__)
+    return is_users_module(type(value).__module__)
 
 
 def variables(value: object) -> dict[str, Any] | None:
     """The attributes of an object of the user's class, or of a SimpleNamespace, those in `__slots__` included; None for other objects."""
-    with_slots = _slots(value) and _is_users_module(type(value).__module__)
+    with_slots = _slots(value) and is_users_module(type(value).__module__)
     return _attributes(value) if with_slots or is_users(value) or isinstance(value, SimpleNamespace) else None
 
 
@@ -203,7 +203,7 @@ def _holds_values(value: object) -> bool:
     return isinstance(value, UserDict | UserList) or type(value).__module__.partition(".")[0] in _HOLD_VALUES
 
 
-def _is_users_module(name: str) -> bool:
+def is_users_module(name: str) -> bool:
     """Whether the module called `name` is the user's, not one of an installed package."""
     package, file = name.partition(".")[0], getattr(sys.modules.get(name), "__file__", None)
     if package in LIBRARIES:  # they may be installed from a folder of their sources

@@ -21,7 +21,8 @@ from fabricate.module import overrides
 from fabricate.optim.optimizers import inner_optimizers
 from fabricate.optim.schedules import captured
 from fabricate.seeding import is_generator
-from fabricate.training.saves.attributes import LIBRARIES, OURS, variables
+from fabricate.training.saves.attributes import LIBRARIES, OURS, is_users, variables
+from fabricate.training.saves.reachable import Reachable
 from fabricate.training.state.run_state import Run
 
 
@@ -43,7 +44,8 @@ def _extra_state(run: Run) -> Iterator[str]:
 
 
 def _generators(run: Run) -> list[str]:
-    held = [f"{name} ({type(value).__name__})" for name, value in _held(run) if is_generator(value)]
+    found = {name: value for name, value in _held(run) if is_generator(value)} | _reachable(run).generators
+    held = [f"{name} ({type(value).__name__})" for name, value in found.items()]
     for label, schedule in run.optim.schedules.items():
         for function in getattr(schedule.made, "lr_lambdas", ()):
             inside = captured(function).items()
@@ -81,8 +83,19 @@ def note_changed(run: Run) -> None:
         held.update(dict.fromkeys(changed, _NAMED))
         run.journal.note(
             f"{few(changed)} changed since the fit began but is not in the checkpoint, so a resumed run begins with the value "
-            f"that __init__ sets. {_buffers(run)}ave the value in on_save(self, state) and restore it in on_load(self, state)"
+            f"that the script sets. {_buffers(run)}ave the value in on_save(self, state) and restore it in on_load(self, state)"
+            f"{_OF_DATA if any(map(_is_of_data, changed)) else ''}"
         )
+
+
+_OF_DATA = (
+    ". A data set and a collate_fn have no on_save: keep what their rows depend on in the module or in a plugin; a cache or an open file "
+    "needs nothing"
+)
+
+
+def _is_of_data(name: str) -> bool:
+    return " (train)" in name or name.startswith("collate_fn")
 
 
 def _buffers(run: Run) -> str:
@@ -99,16 +112,48 @@ def _held(run: Run) -> Iterator[tuple[str, Any]]:
             where = f"{type(run.module).__name__}{'.' if name else ''}{name}"
             yield from _numbers(where, child) if _is_torchs(child) else _attributes(where, child)
         yield from _of_optimizers(list(run.optim.optimizers.values()))
+    for name, part in _plugins(run):
+        yield from _attributes(name, part)
+    data, collating = _data(run)
+    assert run.source is not None
+    for name, part in data:
+        seeded = run.source.resumes == "by replay" or any(part is sampler for sampler in run.source.samplers)
+        yield from _attributes(name, part, seeded=seeded)
+    if collating:
+        yield from _attributes(*collating[0])
+
+
+def _plugins(run: Run) -> list[tuple[str, Any]]:
+    """The plugins whose state no checkpoint holds, with their names."""
     saving = {name for name, _ in run.calls.listeners("on_save")}
-    for name, plugin in run.calls.manager.list_name_plugin():
-        if plugin is not run.module and name not in saving:
-            yield from _attributes(name, plugin)
-    if run.source is not None and run.source.resumes != "by its own state":
-        data, in_order = run.source.data, run.source.resumes == "by replay"
-        for part in (data, getattr(data, "dataset", None)):
-            yield from _attributes(f"{type(part).__name__} (train)", part, seeded=in_order)
-        for sampler in run.source.samplers:
-            yield from _attributes(f"{type(sampler).__name__} (train)", sampler, seeded=True)
+    listed = run.calls.manager.list_name_plugin()
+    return [(name, plugin) for name, plugin in listed if plugin is not run.module and name not in saving]
+
+
+def _data(run: Run) -> tuple[list[tuple[str, Any]], list[tuple[str, Any]]]:
+    """The training data whose state no checkpoint holds, with its samplers, and the function that makes its batches, with their names."""
+    if run.source is None or run.source.resumes == "by its own state":
+        return [], []
+    parts = [run.source.data, getattr(run.source.data, "dataset", None), *run.source.samplers]
+    collating = [] if run.source.collate_fn is None else [("collate_fn", run.source.collate_fn)]
+    return [(f"{type(part).__name__} (train)", part) for part in parts if part is not None], collating
+
+
+def _reachable(run: Run) -> Reachable:
+    """What the methods of these objects, the hooks of layers and the function that makes batches reach in addition."""
+    own = [] if overrides(run.module, "on_save") else list(run.module.named_modules())
+    name = type(run.module).__name__
+    layers = [(f"{name}{'.' if where else ''}{where}", child) for where, child in own if is_users(child)]
+    hooks = [f for _, child in own for f in (*child._forward_pre_hooks.values(), *child._forward_hooks.values())]
+    data, collating = _data(run)
+    return Reachable([*layers, *_plugins(run), *data], [*collating, *(("hook", function) for function in hooks)])
+
+
+def reached_by_reading(run: Run) -> Reachable:
+    """What the code that reads rows and makes batches reaches. Without samplers, which draw the same on all ranks."""
+    data, collating = _data(run)
+    samplers = () if run.source is None else run.source.samplers
+    return Reachable([(name, part) for name, part in data if all(part is not each for each in samplers)], collating)
 
 
 def _of_optimizers(optimizers: list[Optimizer]) -> Iterator[tuple[str, Any]]:
@@ -202,7 +247,11 @@ def _marks(run: Run) -> dict[str, Any]:
     plugins = (plugin for _, plugin in run.calls.manager.list_name_plugin())
     saved = {id(each) for each in (*run.module.parameters(), *run.module.buffers(), *optimizers, *groups, *plugins)}
     saved |= _schedulers(run)
-    marks = {name: _mark(value, saved) for name, value in _held(run) if id(value) not in saved}
+    saved |= {
+        id(each) for source in run.validation.values() for each in (source.data, getattr(source.data, "dataset", None))
+    }
+    held = [*_held(run), *_reachable(run).variables.items()]
+    marks = {name: _mark(value, saved) for name, value in held if id(value) not in saved}
     return {name: mark for name, mark in marks.items() if mark is not None}
 
 

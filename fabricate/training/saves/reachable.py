@@ -1,0 +1,130 @@
+"""What the user's code reaches outside of the attributes of its objects: global variables, variables of enclosing functions and class
+attributes that methods name, and random generators, however deep inside other objects.
+
+Nothing is called: only attributes, items and the names in the code of functions are read. Must not know: runs, what is done about it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Iterable, Iterator
+from functools import partial
+from types import FunctionType, MethodType, ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from fabricate.data.identity import is_hugging_face, names_in
+from fabricate.optim.schedules import captured
+from fabricate.seeding import is_generator
+from fabricate.training.saves.attributes import OURS, is_users, is_users_module
+
+_ONCE = frozenset({"__init__", "configure_model", "configure_optimizers", "init_weights", "export"})
+"""Methods that a resumed run calls again, so that what they use is as before."""
+_CLOSED = frozenset({"torch", "torchmetrics", "accelerate", "fabricate", "pandas", "logging"})
+"""Packages whose objects are not looked into, except torch's data sets and loaders."""
+_LOADING = "torch.utils.data."
+_MOST_ITEMS, _MOST_VALUES = 200, 5000
+"""Limits: the items of a collection that are followed, because longer ones hold rows, and the values in all."""
+
+
+class Reachable:
+    """What some objects and functions reach. `variables`: global variables, variables of enclosing functions and class attributes, by a
+    name for messages. `generators`: random generators inside objects and variables, by a name for messages; of a collator of transformers
+    that makes one at the first batch, the collator. `in_libraries`: the names of those inside objects of installed packages."""
+
+    def __init__(self, roots: Iterable[tuple[str, Any]], functions: Iterable[tuple[str, Any]] = ()) -> None:
+        """`roots`: the objects with their names. Generators that are attributes of a root are left out. `functions`: further functions or
+        callable objects."""
+        self.variables: dict[str, Any] = {}
+        self.generators: dict[str, Any] = {}
+        self.in_libraries: set[str] = set()
+        self._libraries: list[str] = []
+        self._seen: dict[int, object] = {}
+        roots = list(roots)
+        self._roots = {id(root) for _, root in roots}
+        self._pending = deque([*roots, *functions])
+        while self._pending and len(self._seen) < _MOST_VALUES:
+            path, value = self._pending.popleft()
+            if id(value) not in self._seen:
+                self._seen[id(value)] = value  # holds a reference, so that the id is not used again
+                with contextlib.suppress(
+                    Exception
+                ):  # an object that cannot be looked at, such as a proxy of one that is gone
+                    self._pending.extend(self._inside(path, value))
+
+    def _inside(self, path: str, value: Any) -> Iterator[tuple[str, Any]]:
+        """Record one value; yields what it holds, with names."""
+        if is_generator(value):
+            self.generators[path] = value
+            self.in_libraries.update([path] if any(map(path.startswith, self._libraries)) else [])
+        elif isinstance(value, FunctionType):
+            yield from self._named(value)
+        elif isinstance(value, MethodType):
+            yield from ((path, value.__self__), (path, value.__func__))
+        elif isinstance(value, partial):
+            yield from ((path, each) for each in (value.func, *value.args, *value.keywords.values()))
+        elif isinstance(value, list | tuple | set | deque | dict):
+            items = value.items() if isinstance(value, dict) else enumerate(value)
+            yield from ((f"{path}[{key!r}]", item) for key, item in items if len(value) <= _MOST_ITEMS)
+        elif not isinstance(value, type | ModuleType | torch.Tensor | np.ndarray):
+            yield from self._of_object(path, value)
+
+    def _of_object(self, path: str, value: Any) -> Iterator[tuple[str, Any]]:
+        if is_hugging_face(value, "Dataset") or is_hugging_face(value, "IterableDataset"):
+            yield path, (getattr(value, "_format_kwargs", None) or {}).get("transform")
+            return
+        where = type(value).__module__
+        if where.partition(".")[0] in _CLOSED and not where.startswith(_LOADING):
+            return
+        held = getattr(value, "__dict__", {})
+        if not is_users(value) and not where.startswith(_LOADING):
+            self._libraries.append(f"{path}.")
+            if "generator" in held and held["generator"] is None and held.get("seed") is not None:
+                self.generators[path] = value
+        for name, attribute in held.items():
+            seeded = name == "generator" and where.startswith(_LOADING)
+            of_root = id(value) in self._roots and is_generator(attribute)
+            if name not in OURS and not seeded and not of_root:
+                yield f"{path}.{name}", attribute
+        if is_users(value):
+            for kind in type(value).__mro__:
+                if is_users_module(kind.__module__):
+                    yield from self._of_class(kind, set(held))
+
+    def _of_class(self, kind: type, hidden: set[str]) -> Iterator[tuple[str, Any]]:
+        """The functions of a class, and its attributes, unless the object has one of that name. A class that has slots keeps its attributes
+        elsewhere."""
+        for name, attribute in vars(kind).items():
+            function = getattr(attribute, "fget", None) or getattr(attribute, "__func__", attribute)
+            if isinstance(function, FunctionType):
+                yield from () if name in _ONCE else [(name, function)]
+            elif not name.startswith("__") and name not in hidden and not hasattr(attribute, "__get__"):
+                yield from self._variable(f"{kind.__name__}.{name}", attribute)
+
+    def _named(self, function: FunctionType) -> Iterator[tuple[str, Any]]:
+        """The variables that a function of the user names."""
+        variables, names = function.__globals__, set(names_in(function.__code__))
+        where = variables.get("__name__", "")
+        if not is_users_module(where):
+            return
+        for name, value in captured(function).items():
+            yield from self._variable(f"variable {name} of {function.__name__}", value)
+        for name in sorted(names & variables.keys()):
+            value = variables[name]
+            if isinstance(value, ModuleType) and is_users_module(value.__name__):
+                for inner in sorted(names & vars(value).keys()):
+                    yield from self._variable(f"global variable {value.__name__}.{inner}", vars(value)[inner])
+            else:
+                yield from self._variable(f"global variable {name}", value)
+
+    def _variable(self, name: str, value: Any) -> Iterator[tuple[str, Any]]:
+        """Record a variable, and yield it. Without data sets, which a hook may evaluate or count, and roots."""
+        if id(value) in self._roots or isinstance(value, Dataset | DataLoader):
+            return
+        if not isinstance(value, FunctionType | MethodType | partial | type | ModuleType):
+            self.variables.setdefault(name, value)
+        yield name, value
