@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, Generic, NoReturn, ParamSpec
 import numpy
 import torch
 
+from fabricate.data.identity import names_in
 from fabricate.errors import CheckpointError, ConfigurationError, FabricateError
 from fabricate.hooks import Listener
 from fabricate.metrics.reduction import one_number
@@ -582,6 +583,12 @@ def _no_module(given: object) -> ConfigurationError:
     )
 
 
+def _called(kind: type) -> set[str]:
+    """The names in the code of the methods of a class, by which they may call its other methods."""
+    functions = (value for base in kind.__mro__ for value in vars(base).values() if inspect.isfunction(value))
+    return {name for function in functions for name in names_in(function.__code__) if name != function.__name__}
+
+
 def check_methods(module: object) -> None:
     """Raise `ConfigurationError` for an object that is not a module, and for misspelt methods, which would silently never be called."""
     if isinstance(getattr(module, "_orig_mod", None), TrainModule):
@@ -604,5 +611,10 @@ def check_methods(module: object) -> None:
                     f"{base.__name__}.{name} is a hook of another framework that fabricate does not call; use {known[1]}"
                 )
             near = difflib.get_close_matches(name, _METHODS, n=1, cutoff=0.9)
-            if near and name not in _METHODS and not hasattr(torch.nn.Module, name):
+            if (
+                near
+                and name not in _METHODS
+                and not hasattr(torch.nn.Module, name)
+                and name not in _called(type(module))
+            ):
                 raise ConfigurationError(f"{base.__name__}.{name} would never be called; did you mean {near[0]!r}?")

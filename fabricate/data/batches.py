@@ -164,13 +164,18 @@ def several_labels(batch: Any) -> tuple[int, ...] | None:
     ignored."""
     if isinstance(batch, torch.Tensor):
         several = not batch.is_floating_point() and batch.ndim >= 2 and batch.shape[1] >= 2
-        return tuple(batch.shape) if several else None
+        return tuple(batch.shape) if several and not _are_images(batch) else None
     if isinstance(batch, Mapping) and "labels" in batch:
         batch = {name: value for name, value in batch.items() if name not in _INPUTS}
         shape = several_labels(batch.pop("labels"))
         if shape is not None:
             return shape
     return next((shape for part in _parts(batch) if (shape := several_labels(part)) is not None), None)
+
+
+def _are_images(tensor: torch.Tensor) -> bool:
+    """Whether a tensor probably holds images, with three or four channels first or last."""
+    return tensor.dtype == torch.uint8 and tensor.ndim >= 4 and bool({3, 4} & {tensor.shape[-3], tensor.shape[-1]})
 
 
 def visible_rows(batch: Any) -> int | None:

@@ -17,12 +17,14 @@ from fabricate.metrics.loss_graph import (
     REDUCED,
     SUM,
     before_scaling,
+    combined,
     inputs_of,
     is_mean_cross_entropy,
     is_of_one_row,
     is_scaled,
     operation_of,
     origin_of,
+    parts_of,
     terms_of,
 )
 
@@ -100,6 +102,8 @@ def _summed_sizes(node: Any) -> tuple[int, ...]:
 def _sums_rows(node: Any, rows: int | None, alone: bool) -> bool:
     """Whether an operation sums over the rows of a batch. A sum over another tensor is probably a penalty on parameters, unless it is the
     whole loss (`alone`)."""
+    if combined(node):  # of the losses of several tasks
+        return False
     name, sizes = type(node).__name__, _summed_sizes(node)
     if name in _PRODUCTS or name == "SumBackward0" or (name == "SumBackward1" and 0 in node._saved_dim):
         sums = (alone or (rows is not None and sizes[:1] == (rows,))) and not _is_of_means(node, rows)
@@ -227,15 +231,15 @@ def mean_over(loss: torch.Tensor, rows: int | None = None) -> int:
 
 
 def is_over_a_part(loss: torch.Tensor, rows: int | None = None) -> bool:
-    """Whether `loss`, or one of the terms that it adds up, is a mean over the part that a mask selects of its batch of `rows` rows, or a
+    """Whether `loss`, or one of the parts that it combines, is a mean over the part that a mask selects of its batch of `rows` rows, or a
     sum divided by a tensor, which is probably a count, or a mean over values times weights of mean 1. May wait for the device."""
-    terms = [node for node, _ in terms_of(loss)]
-    counts = {node._saved_target.numel() for node in terms if is_mean_cross_entropy(node)}
-    return any(_is_over_a_part(node, rows, counts) for node in terms if not (rows and is_of_one_row(node, rows)))
+    parts = parts_of(loss)
+    counts = {node._saved_target.numel() for node in parts if is_mean_cross_entropy(node)}
+    return any(_is_over_a_part(node, rows, counts) for node in parts if not (rows and is_of_one_row(node, rows)))
 
 
 def _is_over_a_part(node: Any, rows: int | None, counts: set[int]) -> bool:
-    """See `is_over_a_part`. `counts`: the numbers of labels of the cross-entropies among the terms; label smoothing divides its other term
+    """See `is_over_a_part`. `counts`: the numbers of labels of the cross-entropies among the parts; label smoothing divides its other term
     by such a number."""
     name = type(node).__name__
     if name == "MeanBackward0" or getattr(node, "_saved_reduction", None) == MEAN:

@@ -27,15 +27,23 @@ _SCALED = ("MulBackward0", "DivBackward0", "MulBackward1", "DivBackward1")
 _ADDED = ("AddBackward0", "SubBackward0")
 REDUCED = ("MeanBackward0", "SumBackward0")
 _CROSS_ENTROPIES = ("NllLossBackward0", "NllLoss2DBackward0")
+_ELEMENTWISE = ("Mul", "Div", "Add", "Sub", "Neg")
+_MOST_PARTS, _NEAR_STACK = 30, 4
+"""Limits: the parts of a loss, and the operations between a stack and the sum of its elements."""
 _NEAR_ROW = 6
 """The number of operations before a mean that are searched for the selection of a row."""
 
 
 def terms_of(loss: torch.Tensor) -> list[tuple[Any, list[float]]]:
     """The operations whose results add up to `loss`, each with the numbers that it is divided by."""
-    terms = []
     divisors: list[float] = []
-    nodes = [(origin_of(loss, divisors=divisors), divisors)]
+    return _terms(origin_of(loss, divisors=divisors), divisors)
+
+
+def _terms(node: Any, divisors: list[float]) -> list[tuple[Any, list[float]]]:
+    """The operations whose results add up to that of `node`, which is divided by `divisors`."""
+    terms = []
+    nodes = [(node, divisors)]
     while nodes:
         node, divisors = nodes.pop()
         if type(node).__name__ not in _ADDED:
@@ -46,6 +54,45 @@ def terms_of(loss: torch.Tensor) -> list[tuple[Any, list[float]]]:
                 own = list(divisors)
                 nodes.append((before_scaling(each, divisors=own), own))
     return terms
+
+
+def parts_of(loss: torch.Tensor) -> list[Any]:
+    """The operations whose results, each one number, are combined into `loss`: its terms, and those that it multiplies by learned factors
+    or stacks before it adds them up, as losses of several tasks are."""
+    parts: list[Any] = []
+    nodes = [node for node, _ in terms_of(loss)]
+    while nodes and len(parts) < _MOST_PARTS:
+        node = nodes.pop()
+        inside = combined(node)
+        parts += [] if inside else [node]
+        nodes += [term for each in inside for term, _ in _terms(before_scaling(each), [])]
+    return parts
+
+
+def combined(node: Any) -> list[Any]:
+    """The operations whose results, each one number, `node` multiplies, or adds up as the elements of a stack; empty for another
+    operation. A sum that is divided by a count is one operation, not two."""
+    name = operation_of(node)
+    if name == "Mul" or (name == "Div" and len(inputs_of(node)) == 2):
+        return [each for each in inputs_of(node) if _is_one_number(each)]
+    stacks = _stacks_below(node) if name in ("Sum", "Mean", "Dot") else []
+    stacked = [each for stack in stacks for each in inputs_of(stack)]
+    return stacked if all(map(_is_one_number, stacked)) else []
+
+
+def _stacks_below(node: Any) -> list[Any]:
+    """The operations that stacked the tensors whose elements `node` adds up, perhaps after operations on each element."""
+    below = inputs_of(node)
+    for _ in range(_NEAR_STACK):
+        if stacks := [each for each in below if operation_of(each) in ("Stack", "Cat")]:
+            return stacks
+        below = [inner for each in below if operation_of(each) in _ELEMENTWISE for inner in inputs_of(each)]
+    return []
+
+
+def _is_one_number(node: Any) -> bool:
+    """Whether the result of an operation has one element."""
+    return bool(math.prod(node._input_metadata[0].shape) == 1)
 
 
 def origin_of(loss: torch.Tensor, divisors: list[float] | None = None) -> Any:

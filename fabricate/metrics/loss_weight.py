@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from fabricate.metrics.loss_graph import is_mean_cross_entropy, is_of_one_row, origin_of, terms_of
+from fabricate.metrics.loss_graph import is_mean_cross_entropy, is_of_one_row, origin_of, parts_of
 
 
 class Counted(NamedTuple):
@@ -36,10 +36,10 @@ def counted(loss: torch.Tensor) -> Counted | None:
 
 
 def terms_over_labels(loss: torch.Tensor, rows: int | None = None) -> list[tuple[bool, torch.Tensor, int]]:
-    """For each cross-entropy among the terms of `loss`: whether it has class weights, the number or total weight of the labels that it
+    """For each cross-entropy among the parts of `loss`: whether it has class weights, the number or total weight of the labels that it
     counted (0-dim, on the device), and the number of all labels. Without those of single rows of a batch of `rows` rows."""
     terms = []
-    for node, _ in terms_of(loss):
+    for node in parts_of(loss):
         if is_mean_cross_entropy(node) and not (rows and is_of_one_row(node, rows)):
             terms.append(
                 (node._saved_weight is not None, node._saved_total_weight.detach(), node._saved_target.numel())

@@ -274,6 +274,17 @@ def test_a_misspelt_method_is_refused(method: str, near: str) -> None:
     )
 
 
+def test_a_method_of_a_similar_name_that_the_module_calls_itself_is_its_own() -> None:
+    class Two(Regression):
+        def training_step(self, batch: Any) -> Any:
+            return self.training_step2(batch)
+
+        def training_step2(self, batch: Any) -> Any:
+            return super().training_step(batch)
+
+    Trainer(max_steps=1, progress=False).fit(Two(), ROWS, batch_size=2)
+
+
 def test_lightnings_setup_is_refused() -> None:
     def setup(self: Any, stage: Any = None) -> None: ...
 

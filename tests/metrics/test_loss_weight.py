@@ -23,6 +23,8 @@ from fabricate.training.updates.step_output import Made
 GENERATOR = torch.Generator().manual_seed(0)
 LOGITS = torch.randn(2, 15, generator=GENERATOR).requires_grad_().view(6, 5)  # not a leaf: a result of a model
 TARGET = torch.tensor([0, -100, 4, 2, -100, 2])
+SCALE = torch.nn.Parameter(torch.tensor(0.5))
+SCALES = torch.nn.Parameter(torch.tensor([0.5, 2.0]))
 CLASSES = torch.tensor([1.0, 2.0, 4.0, 8.0, 16.0])
 PIXELS = torch.randn(2, 3, 4, 4, generator=GENERATOR).requires_grad_()
 MASK = torch.randint(0, 3, (2, 4, 4), generator=GENERATOR)
@@ -115,6 +117,13 @@ def test_a_copy_of_a_cross_entropy_or_one_times_a_number_counts_as_it_does(chang
         (lambda: LOGITS.square().sum() / 30, False, False),
         (lambda: cross_entropy(LOGITS, TARGET.clamp(min=0), label_smoothing=0.1), False, False),
         (lambda: cross_entropy(LOGITS, TARGET) + LOGITS.square().sum() / (LOGITS > 0).sum(), False, True),
+        (lambda: (-SCALE).exp() * LOGITS[LOGITS > 0].mean() + SCALE, False, True),
+        (lambda: torch.stack([LOGITS.mean(), LOGITS[LOGITS > 0].mean()]).sum(), False, True),
+        (lambda: (torch.stack([LOGITS.mean(), LOGITS[LOGITS > 0].mean()]) * SCALES + SCALES).mean(), False, True),
+        (lambda: torch.stack([LOGITS.mean(), LOGITS[LOGITS > 0].mean()]) @ SCALES, False, True),
+        (lambda: torch.cat([LOGITS.mean()[None], LOGITS[LOGITS > 0].mean()[None]]).sum(), False, True),
+        (lambda: (-SCALE).exp() * LOGITS.square().mean() + SCALE, False, False),
+        (lambda: torch.stack([LOGITS.mean(), LOGITS.square().mean()]) @ SCALES, False, False),
     ],
 )
 def test_a_sum_and_a_mean_over_a_part_of_the_batch_are_seen(
@@ -587,6 +596,16 @@ def test_a_mean_over_one_value_per_row_gets_no_note_whatever_else_the_batch_hold
     rows = [(torch.arange(row, row + 3) % 5, torch.tensor(float(row % 2))) for row in range(16)]
     Trainer(max_epochs=1, progress=False).fit(Columns(per_token), rows, rows, batch_size=4)
     assert capsys.readouterr().err.count("several per row") == (2 if per_token else 0)
+
+
+def test_images_are_no_labels(capsys: pytest.CaptureFixture[str]) -> None:
+    class Encoder(Columns):
+        def training_step(self, batch: Any) -> torch.Tensor:
+            return mse_loss(self.embedding.weight.mean() * batch[0] / 255, batch[0] / 255)
+
+    rows = [(torch.full((3, 2, 2), row, dtype=torch.uint8), torch.tensor(1.0)) for row in range(16)]
+    Trainer(max_epochs=1, progress=False).fit(Encoder(False), rows, rows, batch_size=4)
+    assert "several per row" not in capsys.readouterr().err
 
 
 def test_metrics_without_the_weight_of_their_batch_get_no_note(capsys: pytest.CaptureFixture[str]) -> None:

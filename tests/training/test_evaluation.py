@@ -222,6 +222,18 @@ def test_an_evaluation_without_the_weight_that_training_has_gets_a_note(
     assert capsys.readouterr().err.count(text) == notes
 
 
+def test_a_note_whose_numbers_change_is_given_once(capsys: pytest.CaptureFixture[str]) -> None:
+    class Overlap(Regression):
+        def validation_step(self, batch: Any) -> Any:
+            count = torch.tensor(5 + self.trainer.step)
+            error = (self.layers(batch[0]) - batch[1]).expand(-1, 3)
+            return {"iou@1": error.abs().sum() / count, "iou@5": error.square().sum() / (count + 20)}
+
+    Trainer(max_steps=3, progress=False, validate_every=1).fit(Overlap(), ROWS, ROWS[:4], batch_size=2)
+    err = capsys.readouterr().err
+    assert err.count("'iou@1' as a sum divided by") == 1
+
+
 def test_a_sum_that_is_logged_as_one_gets_no_note(capsys: pytest.CaptureFixture[str]) -> None:
     class Sums(Regression):
         def validation_step(self, batch: Any) -> None:

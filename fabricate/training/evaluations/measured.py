@@ -6,6 +6,7 @@ Must not know: which batches there are (`evaluation`).
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -23,6 +24,9 @@ from fabricate.training.saves.attributes import remembered
 from fabricate.training.state.run_state import Run
 from fabricate.training.updates.step_output import one_weight
 
+_NUMBER = re.compile(r"(?<![\w'@.])-?\d[\d.]*(?![\w'])")
+"""A number in a note, such as the count by which a step divides. It may differ between epochs, and the note is the same. The number in the
+name of a metric, which is in quotes, is none."""
 _CLOSE = 1e-2
 """The relative difference between a metric and the mean over halves of its batch that gets a note. Kernels in low precision give other
 roundings for another batch size."""
@@ -73,7 +77,7 @@ class MeasuredSteps:
     def _note(self, text: str) -> None:
         if text:
             self._noted = True
-            self._run.journal.note(text)
+            self._run.journal.note(text, topic=_NUMBER.sub("#", text))
 
     def keep(self, batch: Any, item: EvalBatch) -> None:
         """Keep `batch`, the copy of `item` on the device, for `compare_halves`, if it is the first with several rows."""

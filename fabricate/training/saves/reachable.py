@@ -74,26 +74,28 @@ class Reachable:
             yield from self._of_object(path, value)
 
     def _of_object(self, path: str, value: Any) -> Iterator[tuple[str, Any]]:
+        where, held = type(value).__module__, getattr(value, "__dict__", {})
         if is_hugging_face(value, "Dataset") or is_hugging_face(value, "IterableDataset"):
-            yield path, (getattr(value, "_format_kwargs", None) or {}).get("transform")
-            return
-        where = type(value).__module__
-        if where.partition(".")[0] in _CLOSED and not where.startswith(_LOADING):
-            return
-        held = getattr(value, "__dict__", {})
-        if not is_users(value) and not where.startswith(_LOADING):
-            self._libraries.append(f"{path}.")
-            if "generator" in held and held["generator"] is None and held.get("seed") is not None:
-                self.generators[path] = value
-        for name, attribute in held.items():
-            seeded = name == "generator" and where.startswith(_LOADING)
-            of_root = id(value) in self._roots and is_generator(attribute)
-            if name not in OURS and not seeded and not of_root:
-                yield f"{path}.{name}", attribute
-        if is_users(value):
+            yield path, (held.get("_format_kwargs") or {}).get("transform")
+        elif is_users(value):
+            yield from self._attributes(path, value)
             for kind in type(value).__mro__:
                 if is_users_module(kind.__module__):
                     yield from self._of_class(kind, set(held))
+        elif where.startswith(_LOADING):
+            yield from self._attributes(path, value)
+        elif where.partition(".")[0] not in _CLOSED:
+            self._libraries.append(f"{path}.")
+            if "generator" in held and held["generator"] is None and held.get("seed") is not None:
+                self.generators[path] = value
+            yield from self._attributes(path, value)
+
+    def _attributes(self, path: str, value: Any) -> Iterator[tuple[str, Any]]:
+        """The attributes of an object, without generators of roots, and without those of torch's loaders and samplers, which are seeded."""
+        without_generators = id(value) in self._roots or type(value).__module__.startswith(_LOADING)
+        for name, attribute in getattr(value, "__dict__", {}).items():
+            if name not in OURS and not (without_generators and is_generator(attribute)):
+                yield f"{path}.{name}", attribute
 
     def _of_class(self, kind: type, hidden: set[str]) -> Iterator[tuple[str, Any]]:
         """The functions of a class, and its attributes, unless the object has one of that name. A class that has slots keeps its attributes

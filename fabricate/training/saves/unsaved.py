@@ -54,7 +54,8 @@ def _generators(run: Run) -> list[str]:
         return []
     return [
         f"these random generators are not in checkpoints, so a resumed run draws other numbers: {few(held)}. Draw from torch's, "
-        "numpy's or Python's own generators, or save the state in on_save(self, state) and put it back in on_load(self, state)"
+        "numpy's or Python's own generators, or save the state in on_save(self, state) and put it back in on_load(self, state). Those that "
+        "your code seeds for each row need nothing"
     ]
 
 

@@ -82,10 +82,11 @@ class Journal:
             with (self._run_dir / "events.jsonl").open("a") as file:
                 file.write(json.dumps(line) + "\n")
 
-    def note(self, text: str) -> None:
-        """Report, once, something that only a running fit can show: on stderr and in events.jsonl."""
-        if text not in self._noted and self._engine.rank == 0:
-            self._noted.add(text)
+    def note(self, text: str, topic: str = "") -> None:
+        """Report, once, something that only a running fit can show: on stderr and in events.jsonl. Of notes with the same `topic`, only the
+        first is reported."""
+        if (topic or text) not in self._noted and self._engine.rank == 0:
+            self._noted.add(topic or text)
             print(f"note: {text}", file=sys.stderr, flush=True)
             self.event("note", text=text)
 
