@@ -229,10 +229,15 @@ class FirstUpdate:
             self._without_gradient = self._unreached()
 
     def _unreached(self) -> dict[str, torch.nn.Parameter]:
-        """The trainable parameters without a gradient, but none of which an optimizer keeps state: it was trained before a resume."""
+        """The trainable parameters without a gradient, but none of which an optimizer keeps state: it was trained before a resume. Without
+        the averages of torch's AveragedModel, which follow other parameters."""
+        averages = [
+            each for each in self._run.module.modules() if isinstance(each, torch.optim.swa_utils.AveragedModel)
+        ]
+        following = {p for each in averages for p in each.parameters()}
         trained = {p for o in self._run.optim.optimizers.values() for p, state in o.state.items() if state}
         parameters = self._run.module.named_parameters()
-        return {n: p for n, p in parameters if p.requires_grad and p.grad is None and p not in trained}
+        return {n: p for n, p in parameters if p.requires_grad and p.grad is None and p not in trained | following}
 
     def _new_parameters(self) -> list[str]:
         """The names of trainable parameters that a step or a hook has created, and that no optimizer holds."""

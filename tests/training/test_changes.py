@@ -184,6 +184,17 @@ def test_what_may_change_is_named_where_the_run_goes_on(tmp_path: Path, capsys: 
     assert "max_steps 2 -> 4" in event["changed"]
 
 
+def test_reading_in_the_main_process_instead_of_workers_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for steps, workers in ((1, 1), (2, 2), (3, 0)):
+        capsys.readouterr()
+        trainer = Trainer(max_steps=steps, seed=1, run_dir=tmp_path, progress=False)
+        trainer.fit(Tuned(), ROWS, batch_size=2, num_workers=workers)
+        named = "random numbers for augmentation of worker processes -> of the main process (num_workers=0)"
+        assert (named in capsys.readouterr().out) == (steps == 3)
+
+
 def test_changed_options_of_plugins_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     class Warms(Callback):
         """Changes attributes, also one that an argument sets."""

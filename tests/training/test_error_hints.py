@@ -140,6 +140,19 @@ def test_a_parameter_that_was_trained_before_a_resume_is_not_told(
     assert "no gradient reached" not in capsys.readouterr().err
 
 
+def test_an_average_of_the_weights_gets_no_gradient_and_no_note(capsys: pytest.CaptureFixture[str]) -> None:
+    class Averaged(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.average = torch.optim.swa_utils.AveragedModel(self.first)
+
+        def on_step(self) -> None:
+            self.average.update_parameters(self.first)
+
+    Trainer(max_steps=4, progress=False).fit(Averaged(), rows(), batch_size=2)
+    assert "no gradient reached" not in capsys.readouterr().err
+
+
 def test_a_parameter_that_no_gradient_reaches_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     Trainer(max_steps=4, progress=False).fit(Missing(), rows(), batch_size=2)
     lines = [line for line in capsys.readouterr().err.splitlines() if "no gradient reached" in line]

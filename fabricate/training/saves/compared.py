@@ -86,6 +86,9 @@ def compare_data(run: Run, path: Path, tree: Any) -> Iterator[Change]:
             "global_batch_size", "batches per update", str(then["batches_per_update"]), str(now["batches_per_update"])
         )
     _compare_rows(run, path, tree, now)
+    if _differ("in_workers", then, now):
+        reader = {True: "of worker processes", False: "of the main process (num_workers=0)"}
+        yield Change("", "random numbers for augmentation", reader[then["in_workers"]], reader[now["in_workers"]])
     seed = run.settings.seed
     if seed is not None and seed != tree["seed"]:
         if "seed" not in accept_changes:

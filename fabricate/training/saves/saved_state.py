@@ -229,6 +229,7 @@ def data_identity(run: Run) -> dict[str, Any]:
         "samplers": run.source.sampler_names,
         "order": run.source.order_digest,
         "stream_readers": run.source.stream_readers,
+        "in_workers": run.source.in_workers,
         "validation": {name: {"rows": val.num_units, **val.identity} for name, val in run.validation.items()},
         **run.source.identity,
     }

@@ -131,7 +131,9 @@ class Made(NamedTuple):
 def check_loss(run: Run, loss: Any) -> None:
     where = f"{type(run.module).__name__}.training_step returned"
     if loss is None:
-        raise ConfigurationError(f"{where} nothing; return the loss")
+        raise ConfigurationError(
+            f"{where} nothing; return the loss. To leave a batch out, return {{'loss': a finite loss, 'weight': 0}}"
+        )
     if not isinstance(loss, torch.Tensor):
         raise ConfigurationError(
             f"{where} {type(loss).__name__}; return the loss as a 0-dim tensor, or a mapping with 'loss'"
