@@ -51,9 +51,8 @@ class Reachable:
             path, value = self._pending.popleft()
             if id(value) not in self._seen:
                 self._seen[id(value)] = value  # holds a reference, so that the id is not used again
-                with contextlib.suppress(
-                    Exception
-                ):  # an object that cannot be looked at, such as a proxy of one that is gone
+                # An object may not let itself be looked at, such as a proxy of one that is gone.
+                with contextlib.suppress(Exception):
                     self._pending.extend(self._inside(path, value))
 
     def _inside(self, path: str, value: Any) -> Iterator[tuple[str, Any]]:
