@@ -31,6 +31,12 @@ def is_generator(value: object) -> bool:
     return isinstance(value, torch.Generator | random.Random | numpy.random.Generator | numpy.random.RandomState)
 
 
+def is_global(generator: object) -> bool:
+    """Whether a generator is the global one of torch, NumPy or Python, from which their functions draw."""
+    functions: list[Any] = [numpy.random.rand, random.random]
+    return any(generator is each for each in (torch.default_generator, *(each.__self__ for each in functions)))
+
+
 def state_of(generator: Any) -> Any:
     """The state of a random generator of torch, NumPy or Python."""
     if isinstance(generator, numpy.random.Generator):

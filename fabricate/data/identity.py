@@ -92,7 +92,8 @@ def _is_table_of_pandas(value: Any) -> bool:
 def _entries(value: Any, depth: int = 5) -> Any:
     """A value, or some of what it holds, down to `depth` collections."""
     if _is_table_of_pandas(value):
-        return [len(value), value.iloc[:: max(1, len(value) // _SAMPLED)].to_numpy()]
+        some = value.iloc[:: max(1, len(value) // _SAMPLED)].to_numpy()
+        return [len(value), _entries(some.tolist(), depth=2)]
     if isinstance(value, np.ndarray | torch.Tensor):
         return _sample(value) if value.ndim and _is_readable(value) else None
     if isinstance(value, dict | UserDict):
@@ -102,9 +103,9 @@ def _entries(value: Any, depth: int = 5) -> Any:
         return [count, [_entries(each, depth - 1) for each in some] if depth else None]
     if isinstance(value, os.PathLike) or (isinstance(value, str) and os.sep in value):
         return os.path.basename(value)  # the folder may have moved
-    plain = isinstance(value, str | bytes | int | float | complex | np.generic | None) or dataclasses.is_dataclass(
-        value
-    )
+    if dataclasses.is_dataclass(value) and depth:
+        return [_entries(getattr(value, field.name, None), depth - 1) for field in dataclasses.fields(value)]
+    plain = isinstance(value, str | bytes | int | float | complex | np.generic | None)
     return value if plain else type(value).__name__  # an open file, for instance, would be read
 
 
@@ -190,5 +191,6 @@ def _is_readable(held: np.ndarray[Any, Any] | torch.Tensor) -> bool:
 
 
 def _sample(rows: Any) -> list[Any]:
-    """The number of rows, and some of the rows."""
-    return [len(rows), list(rows[:: max(1, len(rows) // _SAMPLED)])]
+    """The number of rows, and some of the rows; of paths only the last part."""
+    some = list(rows[:: max(1, len(rows) // _SAMPLED)])
+    return [len(rows), [os.path.basename(each) if isinstance(each, str) and os.sep in each else each for each in some]]

@@ -283,7 +283,8 @@ def _open_stream(data: Any, setup: Setup, loading: Loading) -> Source:
     name = type(data).__name__
     if loading.batch_size is None:
         raise setup.error(
-            f"is a stream of rows ({name}), so a batch size is needed. Pass batch_size=... (rows per rank and micro-batch)"
+            f"is a stream of rows ({name}), so a batch size is needed. Pass batch_size=... (rows per rank and micro-batch), or "
+            "DataLoader(train, batch_size=None) if it yields batches"
         )
     if loading.shuffle:
         raise setup.error(
@@ -293,7 +294,9 @@ def _open_stream(data: Any, setup: Setup, loading: Loading) -> Source:
     if loading.num_workers > 1:
         raise setup.error(
             f"is a stream ({name}), and with num_workers={loading.num_workers} each worker process would read the whole "
-            "stream: every row would come once per worker. Pass num_workers=1 (or 0)"
+            "stream, unless its __iter__ divides the rows: every row would come once per worker. Pass num_workers=1 (or 0); if the stream "
+            "divides its rows by get_worker_info(), or is one of datasets with several shards, pass DataLoader(train, batch_size=..., "
+            "num_workers=...)"
         )
     if is_hugging_face(data, "IterableDataset"):
         if setup.world_size > 1 and data._distributed is not None:

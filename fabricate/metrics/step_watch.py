@@ -31,6 +31,13 @@ _SCALING = (
     *(torch.Tensor.__add__, torch.Tensor.__radd__, torch.Tensor.__sub__, torch.Tensor.__rsub__, torch.Tensor.__mul__),
     *(torch.Tensor.__rmul__, torch.Tensor.__neg__, torch.Tensor.neg),
 )
+_FUNCTIONS = {
+    **dict.fromkeys((torch.sqrt, torch.Tensor.sqrt), "sqrt"),
+    **dict.fromkeys((torch.exp, torch.Tensor.exp), "exp"),
+    **dict.fromkeys((torch.log, torch.Tensor.log, torch.log10, torch.Tensor.log10), "log"),
+    **dict.fromkeys((torch.pow, torch.Tensor.pow, torch.Tensor.__pow__), "pow"),
+}
+"""Functions of one number that are not linear, with their names in messages."""
 _MOST_LOOKS, _MOST_NUMBERS = 3, 1000
 """The number of batches that are inspected, and of sums and means that are recorded in one batch."""
 
@@ -94,13 +101,15 @@ class StepWatch(TorchFunctionMode):
         self._reduced: dict[int, list[_Reduced]] = {}
         """By the id of the result: sums, means, and means to which numbers or other means were added, or which were multiplied by numbers.
         An entry holds its result, so that the id is not used again."""
+        self._functions: list[tuple[_Reduced, str]] = []
+        """Non-linear functions of means, with the name of the function."""
         self._weighed: set[str] = set()
         """The names of the metrics that were cross-entropies."""
         self._decided = False
         """Whether a batch was weighed before."""
 
     def __enter__(self) -> StepWatch:
-        self._found, self._reduced = [], {}
+        self._found, self._reduced, self._functions = [], {}, []
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
@@ -127,10 +136,39 @@ class StepWatch(TorchFunctionMode):
         """Record what the 0-dim `result` of `func` is, if it is a sum, a mean, or computed from one."""
         new = partial(_Reduced, result, _version(result))
         described = list(_reduction(new, func, args[0], reduction))
+        if func in _FUNCTIONS and self._is_a_mean(args[0]) and len(self._functions) < _MOST_NUMBERS:
+            self._functions.append((new(None, ()), _FUNCTIONS[func]))
         if func in _SCALING:
             described += self._scaled(new, func, args)
         if described and len(self._reduced) < _MOST_NUMBERS:
             self._reduced[id(result)] = described
+
+    def _is_a_mean(self, value: torch.Tensor) -> bool:
+        """Whether `value` is a recorded mean, or a cross-entropy."""
+        means = (each.divisor is not None for each in self._reduced.get(id(value), []))
+        return any(means) or any(each.result is value for each in self._found)
+
+    def function_of_a_mean(self, logged: list[Any]) -> str:
+        """A description of an entry of `logged` that is a non-linear function of a mean over the batch, such as its root; "" if there is
+        none."""
+        for name, value, weight, reduce in logged:
+            if weight is None and reduce == "mean":
+                inside = next((function for each, function in self._functions if each.is_in(value)), "")
+                if inside or (inside := self._function_of_a_number(value)):
+                    return f"{name!r} as a non-linear function ({inside}) of a mean over the batch"
+        return ""
+
+    def _function_of_a_number(self, value: Any) -> str:
+        """The name of the function of Python by which `value` was computed from the number of a mean on the host; "" if it was not."""
+        if type(value) is not float or not math.isfinite(value) or value <= 0 or value == 1:
+            return ""
+        means = [each.result for each in self._all() if each.divisor is not None] + [
+            each.result for each in self._found
+        ]
+        numbers = [result.item() for result in means if not on_device(result)]
+        if any(number > 0 and math.sqrt(number) == value for number in numbers):
+            return "sqrt"
+        return "exp" if any(number < 700 and math.exp(number) == value for number in numbers) else ""
 
     def _scaled(self, new: Callable[..., _Reduced], func: Callable[..., Any], args: tuple[Any, ...]) -> list[_Reduced]:
         """What the sum, difference, product or quotient of `args` is, if one of them is a sum or a mean."""

@@ -5,6 +5,7 @@ They are recorded before training, which changes some of them (a schedule change
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -17,7 +18,7 @@ from torch.optim import lr_scheduler
 from fabricate.optim.schedules import Schedule, captured
 
 _COUNTERS = ("last_epoch", "base_lrs", "last_lr")
-_DURATIONS = ("T_max", "total_iters", "milestones", "total_steps", "phases")
+_DURATIONS = ("T_max", "T_0", "total_iters", "total_steps", "total_size", "step_size", "milestones", "phases")
 """The beginnings of the names of settings that determine the length of a schedule."""
 _UNDERSCORED = {"_schedule_phases": "phases", "_milestones": "milestones"}
 """Settings of OneCycleLR and SequentialLR that begin with an underscore, with their names in messages."""
@@ -98,18 +99,29 @@ def _advances(made: Any) -> int:
 
 
 def _copy(made: Any) -> Any:
-    """A copy of a scheduler of torch, with an optimizer of its own without the parameters. None for a scheduler with functions of the
-    script, or of another package."""
-    own = (lr_scheduler.LambdaLR, lr_scheduler.MultiplicativeLR, lr_scheduler.ReduceLROnPlateau)
-    if any(isinstance(part, own) or type(part).__module__ != lr_scheduler.__name__ for part in _parts(made)):
+    """A copy of a scheduler, with an optimizer of its own without the parameters, and with the same functions. None if it cannot be copied,
+    or follows a metric."""
+    parts = list(_parts(made))
+    if not all(isinstance(part, lr_scheduler.LRScheduler) for part in parts):
         return None
+    if any(isinstance(part, lr_scheduler.ReduceLROnPlateau) for part in parts):
+        return None
+    shared = [
+        each
+        for part in parts
+        for value in vars(part).values()
+        for each in (value if isinstance(value, list) else [value])
+    ]
+    kept = {id(each): each for each in shared if callable(each) and not isinstance(each, lr_scheduler.LRScheduler)}
     groups = [
         {**copy.deepcopy({name: value for name, value in group.items() if name != "params"}), "params": []}
         for group in made.optimizer.param_groups
     ]
     alone = torch.optim.SGD([torch.zeros(1)])
     alone.param_groups = groups
-    return copy.deepcopy(made, {id(made.optimizer): alone})
+    with contextlib.suppress(Exception):  # a class of the script may hold anything
+        return copy.deepcopy(made, {**kept, id(made.optimizer): alone})
+    return None
 
 
 def _put_option(group: dict[str, Any], option: str, value: Any, then: str) -> None:

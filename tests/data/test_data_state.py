@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import numpy as np
 import pandas
 import pytest
 import torch
@@ -403,11 +404,28 @@ def test_other_rows_in_any_attribute_of_a_data_set_are_reported(
     assert "(in its rows)" in warning
 
 
+@dataclass
+class Sample:
+    path: str
+    label: int = 0
+
+
+MOVED: dict[str, Any] = {
+    "array": np.array,
+    "column": lambda paths: pandas.DataFrame({"path": paths, "label": 1}),
+    "dataclass": lambda paths: [Sample(path) for path in paths],
+}
+
+
 def test_files_in_another_folder_and_a_cache_are_the_same_data(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fit(tmp_path, 2, Held([f"/scratch/1/{number}.png" for number in range(16)]))
     fit(tmp_path, 3, Held([f"/scratch/2/{number}.png" for number in range(16)]))
+    for kind in MOVED:
+        for number in (1, 2):
+            paths = [f"/scratch/{number}/{row}.png" for row in range(16)]
+            fit(tmp_path / kind, number + 1, Held(MOVED[kind](paths)))
     fit(tmp_path / "cached", 2, Held({}))
     fit(tmp_path / "cached", 3, Held({0: TABLE[0]}))
     for steps in (2, 3):

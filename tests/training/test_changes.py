@@ -46,6 +46,14 @@ class Tuned(TrainModule):
             ends = [length * (number + 1) for number in range(1 + len(held))]
             rest = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, total - ends[-1])
             return optimizer, torch.optim.lr_scheduler.SequentialLR(optimizer, [warmup, *held, rest], ends)
+        if self.schedule == "lambda inside":
+            warmup = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: (step + 1) / 2)
+            rest = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, total - 2)
+            return optimizer, torch.optim.lr_scheduler.SequentialLR(optimizer, [warmup, rest], [2])
+        if self.schedule == "restarts":
+            return optimizer, torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(optimizer, total // 2)
+        if self.schedule == "step sizes":
+            return optimizer, torch.optim.lr_scheduler.StepLR(optimizer, total // 4)
         if self.schedule == "chained":
             warmup = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=2)
             return optimizer, torch.optim.lr_scheduler.ChainedScheduler(
@@ -148,7 +156,9 @@ def test_a_cycle_that_is_made_longer_ends_at_the_new_end(tmp_path: Path) -> None
     assert rates == whole[4:]
 
 
-@pytest.mark.parametrize("schedule", ["cosine", "share", "three parts", "chained"])
+@pytest.mark.parametrize(
+    "schedule", ["cosine", "share", "three parts", "chained", "lambda inside", "restarts", "step sizes"]
+)
 def test_a_schedule_that_had_come_to_its_end_goes_on_when_it_is_made_longer(tmp_path: Path, schedule: str) -> None:
     fit(tmp_path, Tuned(schedule=schedule), 4)
     rates, _ = fit(tmp_path, Tuned(schedule=schedule), 8, accept_changes=("scheduler",))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import math
 import random
 from collections.abc import Callable
 from typing import Any
@@ -223,3 +224,28 @@ def both() -> list[tuple[str, float]]:
 def test_ranks_compare_halves_together_or_not_at_all() -> None:
     first, _ = run_ranks(both, 2, timeout=120)
     assert [(text.count(NOTE), rows) for text, rows in first] == [(0, 3), (1, 4)]
+
+
+FUNCTIONS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "root": lambda error: {"mse": error.square().mean(), "rmse": error.square().mean().sqrt()},
+    "power": lambda error: {"rmse": error.square().mean() ** 0.5},
+    "root of a number": lambda error: {"rmse": math.sqrt(error.square().mean().item())},
+    "perplexity": lambda error: {"perplexity": cross_entropy(error.expand(-1, 3), error.sign()[:, 0].long() + 1).exp()},
+    "mean": lambda error: {"mse": error.square().mean(), "loss": error.abs().mean() * 2},
+    "weighed": lambda error: {"rmse": error.square().mean().sqrt(), "weight": 1},
+    "mean of roots": lambda error: {"distance": error.square().sum(1).sqrt().mean()},
+}
+
+
+@pytest.mark.parametrize("gives", FUNCTIONS)
+@pytest.mark.parametrize("batch_size", [2, 8])
+def test_a_function_of_a_mean_gets_a_note_in_every_evaluation_of_several_batches(
+    gives: str, batch_size: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Measures(Regression):
+        def test_step(self, batch: Any) -> Any:
+            return FUNCTIONS[gives](batch[1])
+
+    Trainer(progress=False).test(Measures(), ROWS, batch_size=batch_size)
+    noted = "of a mean over the batch, so its mean over batches depends on the batch size" in capsys.readouterr().err
+    assert noted == (batch_size == 2 and gives not in ("mean", "weighed", "mean of roots"))

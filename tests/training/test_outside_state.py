@@ -8,12 +8,14 @@ import types
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
+from random import randint
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torchmetrics
+from numpy.random import rand
 
 from fabricate import Callback, ConfigurationError, FitResult, Trainer, TrainModule
 from fabricate.checkpoint.format.directory import Reader
@@ -198,11 +200,19 @@ def test_state_that_is_no_attribute_of_the_module_or_data_is_named_too(
 
 
 class Harmless(Plain):
-    """Names global variables that do not change, and uses a generator only where a resumed run uses it again."""
+    """Names global variables that do not change, functions of the global generators, and a generator only where a resumed run uses it
+    again."""
 
     def __init__(self) -> None:
         super().__init__()
         self.shuffled = RNG.permutation(4)
+        self.drawn = self.draw()
+
+    def draw(self) -> float:
+        return float(RNG.normal())
+
+    def training_step(self, batch: Any) -> torch.Tensor:
+        return super().training_step(batch) + 0 * (randint(0, 1) + rand())
 
     def on_step(self) -> None:
         assert CONSTANT.sum() == 3

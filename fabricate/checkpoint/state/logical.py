@@ -389,8 +389,9 @@ def _check_fits(reader: Reader, name: str, there: str, live: Strategy.Part) -> N
     shape, dtype = tuple(record.shape), _DTYPES[record.dtype]
     if shape != live.shape:
         raise CheckpointError(
-            f"{where}: {name} has shape {shape}, but {live.shape} in this module. Build the module with the same arguments. If its "
-            "shape changes during training, create it with its final shape, or keep it out of the buffers and save it in on_save"
+            f"{where}: {name} has shape {shape}, but {live.shape} in this module. Build the module with the same arguments, or "
+            "start over in another run_dir. If its shape changes during training, create it with its final shape, or keep it out of the "
+            "buffers and save it in on_save"
         )
     if _kind(dtype) != _kind(live.dtype):
         raise CheckpointError(

@@ -27,6 +27,8 @@ from fabricate.training.updates.step_output import one_weight
 _NUMBER = re.compile(r"(?<![\w'@.])-?\d[\d.]*(?![\w'])")
 """A number in a note, such as the count by which a step divides. It may differ between epochs, and the note is the same. The number in the
 name of a metric, which is in quotes, is none."""
+_SIZE = "a metric depends on the batch size"
+"""The topic of two notes, of which one is enough."""
 _CLOSE = 1e-2
 """The relative difference between a metric and the mean over halves of its batch that gets a note. Kernels in low precision give other
 roundings for another batch size."""
@@ -61,6 +63,7 @@ class MeasuredSteps:
             return rows_in(item)
         came = _rows_seen(item)
         self._note(_about_sums(self._stage, watch.summed(logged, came, self._other_sizes)))
+        self._note_function(watch.function_of_a_mean(logged), came)
         weight = watch.weigh(logged, came) if self._by_labels else None
         if weight is None and not any(own is None and reduce == "mean" for _, _, own, reduce in logged):
             return rows_in(item)  # no metric has the weight of its batch
@@ -78,6 +81,17 @@ class MeasuredSteps:
         if text:
             self._noted = True
             self._run.journal.note(text, topic=_NUMBER.sub("#", text))
+
+    def _note_function(self, metric: str, rows: int | None) -> None:
+        """Note a `metric` that is a function of a mean over the `rows` of a batch, unless the set has one batch. The check before training
+        compares halves instead."""
+        if metric and rows != self._whole and not self._run.engine.moment.trial:
+            self._run.journal.note(
+                f"{STEPS[self._stage]} gives {metric}, so its mean over batches depends on the batch size and the number of ranks. Log the "
+                "mean itself, or compute the metric once from all rows: return 'outputs' and define compute_metrics, or log a torchmetrics "
+                "object",
+                topic=_SIZE,
+            )
 
     def keep(self, batch: Any, item: EvalBatch) -> None:
         """Keep `batch`, the copy of `item` on the device, for `compare_halves`, if it is the first with several rows."""
@@ -110,8 +124,9 @@ class MeasuredSteps:
             run.now.batch, run.now.batch_indices = None, ()
         if self._noted:  # about the weight of its losses
             whole = {name: mean for name, mean in whole.items() if not name.endswith("loss")}
-        if not draws:
-            self._note(_about_halves(self._stage, kept.rows, whole, one, other, turned))
+        text = "" if draws else _about_halves(self._stage, kept.rows, whole, one, other, turned)
+        if text:
+            run.journal.note(text, topic=_SIZE)
 
     def _measure(self, kept: _Kept, order: list[int]) -> dict[str, _Mean]:
         """The metrics that are averaged, of the rows of a batch at the places in `order`."""

@@ -117,12 +117,17 @@ def _compare_rows(run: Run, path: Path, tree: Any, now: dict[str, Any]) -> None:
         )
     changed = _changed_rows(then, now)
     if changed and "train" not in accept_changes:
-        before, after, where = changed
+        before, after, names = changed
+        which = f" (in its {few(names)})" if names else ""
+        what = (
+            "if rows, or the numbers of labels or words, come from there, they differ or were computed again, and samples would be lost or "
+            "repeated, or the weights would not fit the numbers. Settings that do not choose rows may differ"
+            if names
+            else "the rows differ, or the same rows were computed again. With different rows, samples would be lost or repeated"
+        )
         note = (
-            f"{path} was saved with train data of fingerprint {before}, but train now has fingerprint {after}{where}: the rows differ, or "
-            "the same rows were computed again. With different rows, samples would be lost or repeated, and with other numbers "
-            "for labels or words the weights would not fit them. Pass the same data, or accept the change: "
-            "Trainer(accept_changes=('train',))"
+            f"{path} was saved with train data of fingerprint {before}, but train now has fingerprint {after}{which}: {what}. Pass the "
+            "same data, or accept the change: Trainer(accept_changes=('train',))"
         )
         run.journal.event("data_changed", reason=note)
         if run.engine.rank == 0:
@@ -136,13 +141,13 @@ def _compare_rows(run: Run, path: Path, tree: Any, now: dict[str, Any]) -> None:
             )
 
 
-def _changed_rows(then: Any, now: Any) -> tuple[str, str, str] | None:
+def _changed_rows(then: Any, now: Any) -> tuple[str, str, list[str]] | None:
     """Two fingerprints that differ, and in which attributes of the data set; None if nothing that both sides know differs."""
     if _differ("fingerprint", then, now):
-        return then["fingerprint"], now["fingerprint"], ""
+        return then["fingerprint"], now["fingerprint"], []
     before, after = then.get("attributes") or {}, now["attributes"]
     names = [name for name in after if name in before and before[name] != after[name]]
-    return (before[names[0]], after[names[0]], f" (in its {few(names)})") if names else None
+    return (before[names[0]], after[names[0]], names) if names else None
 
 
 def _differ(name: str, then: Any, now: Any) -> bool:

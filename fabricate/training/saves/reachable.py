@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from fabricate.data.identity import is_hugging_face, names_in
 from fabricate.optim.schedules import captured
-from fabricate.seeding import is_generator
+from fabricate.seeding import is_generator, is_global
 from fabricate.training.saves.attributes import OURS, is_users, is_users_module
 
 _ONCE = frozenset({"__init__", "configure_model", "configure_optimizers", "init_weights", "export"})
@@ -58,6 +58,8 @@ class Reachable:
     def _inside(self, path: str, value: Any) -> Iterator[tuple[str, Any]]:
         """Record one value; yields what it holds, with names."""
         if is_generator(value):
+            if is_global(value):  # of which random.randint is a method
+                return
             self.generators[path] = value
             self.in_libraries.update([path] if any(map(path.startswith, self._libraries)) else [])
         elif isinstance(value, FunctionType):
@@ -78,9 +80,10 @@ class Reachable:
             yield path, (held.get("_format_kwargs") or {}).get("transform")
         elif is_users(value):
             yield from self._attributes(path, value)
-            for kind in type(value).__mro__:
-                if is_users_module(kind.__module__):
-                    yield from self._of_class(kind, set(held))
+            kinds = [kind for kind in type(value).__mro__ if is_users_module(kind.__module__)]
+            helpers = _helpers_of_building(kinds)
+            for kind in kinds:
+                yield from self._of_class(kind, set(held), helpers)
         elif where.startswith(_LOADING):
             yield from self._attributes(path, value)
         elif where.partition(".")[0] not in _CLOSED:
@@ -96,13 +99,12 @@ class Reachable:
             if name not in OURS and not (without_generators and is_generator(attribute)):
                 yield f"{path}.{name}", attribute
 
-    def _of_class(self, kind: type, hidden: set[str]) -> Iterator[tuple[str, Any]]:
-        """The functions of a class, and its attributes, unless the object has one of that name. A class that has slots keeps its attributes
-        elsewhere."""
+    def _of_class(self, kind: type, hidden: set[str], helpers: set[str]) -> Iterator[tuple[str, Any]]:
+        """The functions of a class, except `helpers` of its constructor, and its attributes, except those `hidden` by others."""
         for name, attribute in vars(kind).items():
             function = getattr(attribute, "fget", None) or getattr(attribute, "__func__", attribute)
             if isinstance(function, FunctionType):
-                yield from () if name in _ONCE else [(name, function)]
+                yield from () if name in _ONCE | helpers else [(name, function)]
             elif not name.startswith("__") and name not in hidden and not hasattr(attribute, "__get__"):
                 yield from self._variable(f"{kind.__name__}.{name}", attribute)
 
@@ -129,3 +131,11 @@ class Reachable:
         if not isinstance(value, FunctionType | MethodType | partial | type | ModuleType):
             self.variables.setdefault(name, value)
         yield name, value
+
+
+def _helpers_of_building(kinds: list[type]) -> set[str]:
+    """The methods of classes that only the methods of `_ONCE` name."""
+    functions = [(name, f) for kind in kinds for name, f in vars(kind).items() if isinstance(f, FunctionType)]
+    by_building = {inner for name, f in functions if name in _ONCE for inner in names_in(f.__code__)}
+    by_others = {inner for name, f in functions if name not in _ONCE for inner in names_in(f.__code__) if inner != name}
+    return {name for name, _ in functions if name in by_building - by_others}

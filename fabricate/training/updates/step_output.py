@@ -234,10 +234,15 @@ def note_rows(run: Run, made: Made) -> bool:
         f"{why} and the loss is not a plain cross-entropy (it comes from {made.operation}), so this loss is weighted by "
         "the number of rows of its batch. Where rows have unequal numbers of labels, return {'loss': loss, 'weight': the number that "
         "the mean was taken over} from training_step, and a weight with the metrics of validation_step"
+        f"{_SEVERAL_MEANS if made.operation in ('Add', 'Sub') else ''}"
     )
     return True
 
 
+_SEVERAL_MEANS = (
+    ". Terms that are means over different numbers of items have no common weight: divide each by a number that does not depend on the "
+    "batch, or by its rows"
+)
 _ACCUMULATION = re.compile("(?i:accum.*(step|grad|batch|iter)|grad.*accum|acc_?steps)|^ACC(UM)?$")
 """Finds names such as accumulation_steps, accumulate_grad_batches, accum_iter, grad_accum, acc_steps and the constant ACC."""
 
