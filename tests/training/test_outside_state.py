@@ -218,6 +218,10 @@ class Harmless(Plain):
         assert CONSTANT.sum() == 3
         assert not CALLS
         assert COPY is not self.layer
+        assert (
+            not hasattr(self.layer, "COUNTED") or self.layer.COUNTED
+        )  # an attribute with the name of a global variable
+        globals()["COUNTED"].steps += 1
 
 
 def test_variables_that_do_not_change_or_that_checkpoints_hold_are_not_named(

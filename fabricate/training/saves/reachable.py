@@ -7,10 +7,12 @@ Nothing is called: only attributes, items and the names in the code of functions
 from __future__ import annotations
 
 import contextlib
+import dis
+import functools
 from collections import deque
 from collections.abc import Iterable, Iterator
 from functools import partial
-from types import FunctionType, MethodType, ModuleType
+from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -116,7 +118,7 @@ class Reachable:
             return
         for name, value in captured(function).items():
             yield from self._variable(f"variable {name} of {function.__name__}", value)
-        for name in sorted(names & variables.keys()):
+        for name in sorted(_globals_in(function.__code__) & variables.keys()):
             value = variables[name]
             if isinstance(value, ModuleType) and is_users_module(value.__name__):
                 for inner in sorted(names & vars(value).keys()):
@@ -131,6 +133,13 @@ class Reachable:
         if not isinstance(value, FunctionType | MethodType | partial | type | ModuleType):
             self.variables.setdefault(name, value)
         yield name, value
+
+
+@functools.cache
+def _globals_in(code: CodeType) -> frozenset[str]:
+    """The names of the global variables that `code`, or a function inside it, reads, without attributes of the same names."""
+    own = {each.argval for each in dis.get_instructions(code) if each.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
+    return frozenset(own.union(*(_globals_in(inner) for inner in code.co_consts if isinstance(inner, CodeType))))
 
 
 def _helpers_of_building(kinds: list[type]) -> set[str]:
