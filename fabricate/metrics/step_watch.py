@@ -38,6 +38,8 @@ _FUNCTIONS = {
     **dict.fromkeys((torch.pow, torch.Tensor.pow, torch.Tensor.__pow__), "pow"),
 }
 """Functions of one number that are not linear, with their names in messages."""
+_SHARES = 2**12
+"""Multiples of 1 / 4096, such as an accuracy of 0.5, are the root of another number by chance."""
 _MOST_LOOKS, _MOST_NUMBERS = 3, 1000
 """The number of batches that are inspected, and of sums and means that are recorded in one batch."""
 
@@ -160,7 +162,7 @@ class StepWatch(TorchFunctionMode):
 
     def _function_of_a_number(self, value: Any) -> str:
         """The name of the function of Python by which `value` was computed from the number of a mean on the host; "" if it was not."""
-        if type(value) is not float or not math.isfinite(value) or value <= 0 or value == 1:
+        if type(value) is not float or not math.isfinite(value) or value <= 0 or (value * _SHARES).is_integer():
             return ""
         means = [each.result for each in self._all() if each.divisor is not None] + [
             each.result for each in self._found
