@@ -28,6 +28,8 @@ def seed_everything(seed: int) -> int:
 
 def is_generator(value: object) -> bool:
     """Whether `value` is a random generator of torch, NumPy or Python."""
+    if isinstance(value, random.SystemRandom):  # it has no state
+        return False
     return isinstance(value, torch.Generator | random.Random | numpy.random.Generator | numpy.random.RandomState)
 
 

@@ -102,7 +102,7 @@ def _summed_sizes(node: Any) -> tuple[int, ...]:
 def _sums_rows(node: Any, rows: int | None, alone: bool) -> bool:
     """Whether an operation sums over the rows of a batch. A sum over another tensor is probably a penalty on parameters, unless it is the
     whole loss (`alone`)."""
-    if combined(node):  # of the losses of several tasks
+    if combined(node, rows):  # of the losses of several tasks
         return False
     name, sizes = type(node).__name__, _summed_sizes(node)
     if name in _PRODUCTS or name == "SumBackward0" or (name == "SumBackward1" and 0 in node._saved_dim):
@@ -233,7 +233,7 @@ def mean_over(loss: torch.Tensor, rows: int | None = None) -> int:
 def is_over_a_part(loss: torch.Tensor, rows: int | None = None) -> bool:
     """Whether `loss`, or one of the parts that it combines, is a mean over the part that a mask selects of its batch of `rows` rows, or a
     sum divided by a tensor, which is probably a count, or a mean over values times weights of mean 1. May wait for the device."""
-    parts = parts_of(loss)
+    parts = parts_of(loss, rows)
     counts = {node._saved_target.numel() for node in parts if is_mean_cross_entropy(node)}
     return any(_is_over_a_part(node, rows, counts) for node in parts if not (rows and is_of_one_row(node, rows)))
 

@@ -56,28 +56,28 @@ def _terms(node: Any, divisors: list[float]) -> list[tuple[Any, list[float]]]:
     return terms
 
 
-def parts_of(loss: torch.Tensor) -> list[Any]:
+def parts_of(loss: torch.Tensor, rows: int | None = None) -> list[Any]:
     """The operations whose results, each one number, are combined into `loss`: its terms, and those that it multiplies by learned factors
-    or stacks before it adds them up, as losses of several tasks are."""
+    or stacks before it adds them up, as losses of several tasks are. A stack of `rows` numbers holds one for each row and is one part."""
     parts: list[Any] = []
     nodes = [node for node, _ in terms_of(loss)]
     while nodes and len(parts) < _MOST_PARTS:
         node = nodes.pop()
-        inside = combined(node)
+        inside = combined(node, rows)
         parts += [] if inside else [node]
         nodes += [term for each in inside for term, _ in _terms(before_scaling(each), [])]
     return parts
 
 
-def combined(node: Any) -> list[Any]:
+def combined(node: Any, rows: int | None) -> list[Any]:
     """The operations whose results, each one number, `node` multiplies, or adds up as the elements of a stack; empty for another
-    operation. A sum that is divided by a count is one operation, not two."""
+    operation. A sum that is divided by a count is one operation, not two. A stack of `rows` numbers has one for each row."""
     name = operation_of(node)
     if name == "Mul" or (name == "Div" and len(inputs_of(node)) == 2):
         return [each for each in inputs_of(node) if _is_one_number(each)]
     stacks = _stacks_below(node) if name in ("Sum", "Mean", "Dot") else []
     stacked = [each for stack in stacks for each in inputs_of(stack)]
-    return stacked if all(map(_is_one_number, stacked)) else []
+    return stacked if len(stacked) != rows and all(map(_is_one_number, stacked)) else []
 
 
 def _stacks_below(node: Any) -> list[Any]:

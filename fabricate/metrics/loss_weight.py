@@ -39,7 +39,7 @@ def terms_over_labels(loss: torch.Tensor, rows: int | None = None) -> list[tuple
     """For each cross-entropy among the parts of `loss`: whether it has class weights, the number or total weight of the labels that it
     counted (0-dim, on the device), and the number of all labels. Without those of single rows of a batch of `rows` rows."""
     terms = []
-    for node in parts_of(loss):
+    for node in parts_of(loss, rows):
         if is_mean_cross_entropy(node) and not (rows and is_of_one_row(node, rows)):
             terms.append(
                 (node._saved_weight is not None, node._saved_total_weight.detach(), node._saved_target.numel())

@@ -38,8 +38,6 @@ _FUNCTIONS = {
     **dict.fromkeys((torch.pow, torch.Tensor.pow, torch.Tensor.__pow__), "pow"),
 }
 """Functions of one number that are not linear, with their names in messages."""
-_SHARES = 2**12
-"""Multiples of 1 / 4096, such as an accuracy of 0.5, are the root of another number by chance."""
 _MOST_LOOKS, _MOST_NUMBERS = 3, 1000
 """The number of batches that are inspected, and of sums and means that are recorded in one batch."""
 
@@ -138,39 +136,28 @@ class StepWatch(TorchFunctionMode):
         """Record what the 0-dim `result` of `func` is, if it is a sum, a mean, or computed from one."""
         new = partial(_Reduced, result, _version(result))
         described = list(_reduction(new, func, args[0], reduction))
-        if func in _FUNCTIONS and self._is_a_mean(args[0]) and len(self._functions) < _MOST_NUMBERS:
-            self._functions.append((new(None, ()), _FUNCTIONS[func]))
+        if func in _FUNCTIONS and len(self._functions) < _MOST_NUMBERS:
+            self._functions += [(new(None, sizes), _FUNCTIONS[func]) for sizes in self._sizes_of_means(args[0])]
         if func in _SCALING:
             described += self._scaled(new, func, args)
         if described and len(self._reduced) < _MOST_NUMBERS:
             self._reduced[id(result)] = described
 
-    def _is_a_mean(self, value: torch.Tensor) -> bool:
-        """Whether `value` is a recorded mean, or a cross-entropy."""
-        means = (each.divisor is not None for each in self._reduced.get(id(value), []))
-        return any(means) or any(each.result is value for each in self._found)
+    def _sizes_of_means(self, value: torch.Tensor) -> list[tuple[int, ...]]:
+        """The sizes of the tensors over which `value` is a recorded mean, or a cross-entropy."""
+        means = [each.sizes for each in self._reduced.get(id(value), []) if each.divisor is not None]
+        return means + [(each.elements,) for each in self._found if each.result is value]
 
-    def function_of_a_mean(self, logged: list[Any]) -> str:
-        """A description of an entry of `logged` that is a non-linear function of a mean over the batch, such as its root; "" if there is
-        none."""
+    def function_of_a_mean(self, logged: list[Any], rows: int, others: Collection[int]) -> str:
+        """A description of an entry of `logged` that is a non-linear function of a mean over the batch of `rows` rows, such as its root; ""
+        if there is none. `others`: the sizes of tensors without rows."""
         for name, value, weight, reduce in logged:
-            if weight is None and reduce == "mean":
-                inside = next((function for each, function in self._functions if each.is_in(value)), "")
-                if inside or (inside := self._function_of_a_number(value)):
-                    return f"{name!r} as a non-linear function ({inside}) of a mean over the batch"
+            if weight is None and reduce == "mean" and isinstance(value, torch.Tensor):
+                for each, function in self._functions:
+                    size = math.prod(each.sizes)
+                    if each.is_in(value) and (size not in others or size == rows):
+                        return f"{name!r} as a non-linear function ({function}) of a mean over the batch"
         return ""
-
-    def _function_of_a_number(self, value: Any) -> str:
-        """The name of the function of Python by which `value` was computed from the number of a mean on the host; "" if it was not."""
-        if type(value) is not float or not math.isfinite(value) or value <= 0 or (value * _SHARES).is_integer():
-            return ""
-        means = [each.result for each in self._all() if each.divisor is not None] + [
-            each.result for each in self._found
-        ]
-        numbers = [result.item() for result in means if not on_device(result)]
-        if any(number > 0 and math.sqrt(number) == value for number in numbers):
-            return "sqrt"
-        return "exp" if any(number < 700 and math.exp(number) == value for number in numbers) else ""
 
     def _scaled(self, new: Callable[..., _Reduced], func: Callable[..., Any], args: tuple[Any, ...]) -> list[_Reduced]:
         """What the sum, difference, product or quotient of `args` is, if one of them is a sum or a mean."""

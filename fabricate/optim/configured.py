@@ -17,7 +17,7 @@ from torch.optim import lr_scheduler
 
 from fabricate.optim.schedules import Schedule, captured
 
-_COUNTERS = ("last_epoch", "base_lrs", "last_lr")
+_COUNTERS = ("last_epoch", "base_lrs", "last_lr", "lr_lambdas")
 _DURATIONS = ("T_max", "T_0", "total_iters", "total_steps", "total_size", "step_size", "milestones", "phases")
 """The beginnings of the names of settings that determine the length of a schedule."""
 _UNDERSCORED = {"_schedule_phases": "phases", "_milestones": "milestones"}
@@ -155,7 +155,7 @@ def _settings(made: Any) -> Iterator[tuple[Any, str, str, Any]]:
             if (not name.startswith("_") or name in _UNDERSCORED) and name not in _COUNTERS and _is_plain(value):
                 yield part, name, _UNDERSCORED.get(name, name) + of_part, value
         for function in getattr(part, "lr_lambdas", ()):
-            for name, value in captured(function).items():
+            for name, value in (captured(function) | getattr(function, "__dict__", {})).items():
                 if isinstance(value, int | float):
                     yield function, name, name + of_part, value
 

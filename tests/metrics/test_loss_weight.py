@@ -598,6 +598,19 @@ def test_a_mean_over_one_value_per_row_gets_no_note_whatever_else_the_batch_hold
     assert capsys.readouterr().err.count("several per row") == (2 if per_token else 0)
 
 
+def test_a_stack_of_one_number_per_row_is_a_mean_or_sum_over_rows() -> None:
+    def stacked() -> torch.Tensor:
+        return torch.stack([values[: number + 1].mean() for number, values in enumerate(LOGITS.unbind())])
+
+    def masked() -> torch.Tensor:
+        return torch.stack([values[values > -9].mean() for values in LOGITS.unbind()])
+
+    assert not is_over_a_part(masked().mean(), 6)
+    assert is_over_a_part(masked().mean(), 4)
+    assert is_sum(stacked().sum(), 6)
+    assert not is_sum(stacked().sum(), 4)
+
+
 def test_images_are_no_labels(capsys: pytest.CaptureFixture[str]) -> None:
     class Encoder(Columns):
         def training_step(self, batch: Any) -> torch.Tensor:

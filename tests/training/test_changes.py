@@ -21,6 +21,16 @@ from tests.support.runs import events
 ROWS = [(torch.full((3,), float(row)), torch.tensor([float(row)])) for row in range(8)]
 
 
+class Decay:
+    """A rate that falls to zero."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __call__(self, step: int) -> float:
+        return 1 - step / self.length
+
+
 class Tuned(TrainModule):
     def __init__(
         self, lr: float = 0.1, decay: float = 0.0, schedule: str = "", gamma: float = 0.5, width: int = 1
@@ -46,6 +56,8 @@ class Tuned(TrainModule):
             ends = [length * (number + 1) for number in range(1 + len(held))]
             rest = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, total - ends[-1])
             return optimizer, torch.optim.lr_scheduler.SequentialLR(optimizer, [warmup, *held, rest], ends)
+        if self.schedule == "object":
+            return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, Decay(total))
         if self.schedule == "lambda inside":
             warmup = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: (step + 1) / 2)
             rest = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, total - 2)
@@ -157,7 +169,7 @@ def test_a_cycle_that_is_made_longer_ends_at_the_new_end(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    "schedule", ["cosine", "share", "three parts", "chained", "lambda inside", "restarts", "step sizes"]
+    "schedule", ["cosine", "share", "three parts", "chained", "lambda inside", "object", "restarts", "step sizes"]
 )
 def test_a_schedule_that_had_come_to_its_end_goes_on_when_it_is_made_longer(tmp_path: Path, schedule: str) -> None:
     fit(tmp_path, Tuned(schedule=schedule), 4)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import math
 import random
 from collections.abc import Callable
 from typing import Any
@@ -229,17 +228,17 @@ def test_ranks_compare_halves_together_or_not_at_all() -> None:
 FUNCTIONS: dict[str, Callable[[torch.Tensor], Any]] = {
     "root": lambda error: {"mse": error.square().mean(), "rmse": error.square().mean().sqrt()},
     "power": lambda error: {"rmse": error.square().mean() ** 0.5},
-    "root of a number": lambda error: {"rmse": math.sqrt(error.square().mean().item())},
     "perplexity": lambda error: {"perplexity": cross_entropy(error.expand(-1, 3), error.sign()[:, 0].long() + 1).exp()},
     "mean": lambda error: {"mse": error.square().mean(), "loss": error.abs().mean() * 2},
     "weighed": lambda error: {"rmse": error.square().mean().sqrt(), "weight": 1},
     "shares": lambda error: {"accuracy": 0.5, "other": 0 * error.mean() + torch.full((4,), 0.25).mean()},
+    "parameter": lambda error: {"scale": torch.ones(3, 8).square().mean().sqrt(), "mse": error.square().mean()},
     "mean of roots": lambda error: {"distance": error.square().sum(1).sqrt().mean()},
 }
 
 
 @pytest.mark.parametrize("gives", FUNCTIONS)
-@pytest.mark.parametrize("batch_size", [2, 8])
+@pytest.mark.parametrize("batch_size", [1, 2, 8])
 def test_a_function_of_a_mean_gets_a_note_in_every_evaluation_of_several_batches(
     gives: str, batch_size: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -249,4 +248,4 @@ def test_a_function_of_a_mean_gets_a_note_in_every_evaluation_of_several_batches
 
     Trainer(progress=False).test(Measures(), ROWS, batch_size=batch_size)
     noted = "of a mean over the batch, so its mean over batches depends on the batch size" in capsys.readouterr().err
-    assert noted == (batch_size == 2 and gives not in ("mean", "weighed", "mean of roots", "shares"))
+    assert noted == (batch_size == 2 and gives not in ("mean", "weighed", "mean of roots", "shares", "parameter"))

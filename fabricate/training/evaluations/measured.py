@@ -63,7 +63,8 @@ class MeasuredSteps:
             return rows_in(item)
         came = _rows_seen(item)
         self._note(_about_sums(self._stage, watch.summed(logged, came, self._other_sizes)))
-        self._note_function(watch.function_of_a_mean(logged), came)
+        if came is not None and came > 1 and came != self._whole:
+            self._note_function(watch.function_of_a_mean(logged, came, self._other_sizes))
         weight = watch.weigh(logged, came) if self._by_labels else None
         if weight is None and not any(own is None and reduce == "mean" for _, _, own, reduce in logged):
             return rows_in(item)  # no metric has the weight of its batch
@@ -82,10 +83,9 @@ class MeasuredSteps:
             self._noted = True
             self._run.journal.note(text, topic=_NUMBER.sub("#", text))
 
-    def _note_function(self, metric: str, rows: int | None) -> None:
-        """Note a `metric` that is a function of a mean over the `rows` of a batch, unless the set has one batch. The check before training
-        compares halves instead."""
-        if metric and rows != self._whole and not self._run.engine.moment.trial:
+    def _note_function(self, metric: str) -> None:
+        """Note a `metric` that is a function of a mean over a batch. The check before training compares halves instead."""
+        if metric and not self._run.engine.moment.trial:
             self._run.journal.note(
                 f"{STEPS[self._stage]} gives {metric}, so its mean over batches depends on the batch size and the number of ranks. Log the "
                 "mean itself, or compute the metric once from all rows: return 'outputs' and define compute_metrics, or log a torchmetrics "

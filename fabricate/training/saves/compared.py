@@ -87,8 +87,8 @@ def compare_data(run: Run, path: Path, tree: Any) -> Iterator[Change]:
         )
     _compare_rows(run, path, tree, now)
     if _differ("in_workers", then, now):
-        reader = {True: "of worker processes", False: "of the main process (num_workers=0)"}
-        yield Change("", "random numbers for augmentation", reader[then["in_workers"]], reader[now["in_workers"]])
+        of = ("of the main process (num_workers=0)", "of worker processes")
+        yield Change("", "random numbers for augmentation", of[not now["in_workers"]], of[now["in_workers"]])
     seed = run.settings.seed
     if seed is not None and seed != tree["seed"]:
         if "seed" not in accept_changes:
@@ -145,7 +145,9 @@ def _changed_rows(then: Any, now: Any) -> tuple[str, str, list[str]] | None:
     """Two fingerprints that differ, and in which attributes of the data set; None if nothing that both sides know differs."""
     if _differ("fingerprint", then, now):
         return then["fingerprint"], now["fingerprint"], []
-    before, after = then.get("attributes") or {}, now["attributes"]
+    before, after = then.get("attributes"), now["attributes"]
+    if not isinstance(before, dict):  # a checkpoint of an earlier version
+        return None
     names = [name for name in after if name in before and before[name] != after[name]]
     return (before[names[0]], after[names[0]], names) if names else None
 

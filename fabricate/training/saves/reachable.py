@@ -26,7 +26,7 @@ from fabricate.training.saves.attributes import OURS, is_users, is_users_module
 
 _ONCE = frozenset({"__init__", "configure_model", "configure_optimizers", "init_weights", "export"})
 """Methods that a resumed run calls again, so that what they use is as before."""
-_CLOSED = frozenset({"torch", "torchmetrics", "accelerate", "fabricate", "pandas", "logging"})
+_CLOSED = frozenset({"torch", "torchmetrics", "accelerate", "fabricate", "pandas", "logging", "sklearn", "optuna"})
 """Packages whose objects are not looked into, except torch's data sets and loaders."""
 _LOADING = "torch.utils.data."
 _MOST_ITEMS, _MOST_VALUES = 200, 5000
@@ -104,6 +104,8 @@ class Reachable:
     def _of_class(self, kind: type, hidden: set[str], helpers: set[str]) -> Iterator[tuple[str, Any]]:
         """The functions of a class, except `helpers` of its constructor, and its attributes, except those `hidden` by others."""
         for name, attribute in vars(kind).items():
+            if isinstance(attribute, classmethod):  # probably makes an object
+                continue
             function = getattr(attribute, "fget", None) or getattr(attribute, "__func__", attribute)
             if isinstance(function, FunctionType):
                 yield from () if name in _ONCE | helpers else [(name, function)]

@@ -85,7 +85,7 @@ def note_changed(run: Run) -> None:
         run.journal.note(
             f"{few(changed)} changed since the fit began but is not in the checkpoint, so a resumed run begins with the value "
             f"that the script sets. {_buffers(run)}ave the value in on_save(self, state) and restore it in on_load(self, state)"
-            f"{_OF_DATA if any(map(_is_of_data, changed)) else ''}"
+            f"{_OF_DATA if any(map(_is_of_data, changed)) else ''}{_A_CACHE if any('variable ' in name for name in changed) else ''}"
         )
 
 
@@ -93,6 +93,8 @@ _OF_DATA = (
     ". A data set and a collate_fn have no on_save: keep what their rows depend on in the module or in a plugin; a cache or an open file "
     "needs nothing"
 )
+
+_A_CACHE = ". A variable that is a cache or a record for you needs nothing"
 
 
 def _is_of_data(name: str) -> bool:
