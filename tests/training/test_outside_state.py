@@ -1,4 +1,4 @@
-"""State of user objects other than weights: generators, counters, groups added during a fit, averages of weights in an optimizer."""
+"""State of user objects other than weights, such as generators and counters: what no checkpoint holds is named."""
 
 from __future__ import annotations
 
@@ -8,18 +8,14 @@ import types
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
-from random import randint
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torchmetrics
-from numpy.random import rand
 
-from fabricate import Callback, ConfigurationError, FitResult, Trainer, TrainModule
-from fabricate.checkpoint.format.directory import Reader
-from fabricate.checkpoint.state.logical import read_whole
+from fabricate import Callback, FitResult, Trainer, TrainModule
 from fabricate.training.saves import unsaved
 
 ROWS = [(torch.full((3,), float(row)), torch.tensor([float(row)])) for row in range(8)]
@@ -84,163 +80,6 @@ def test_what_no_checkpoint_holds_is_named_with_the_way_to_save_it(
         in output.err
     )
     assert "register_buffer" in output.err
-
-
-RNG = np.random.default_rng(0)
-COUNTED = types.SimpleNamespace(steps=0)
-COPY = torch.nn.Linear(3, 1)
-CONSTANT, CALLS = torch.ones(3), list[int]()
-
-
-def noise(rows: Any) -> torch.Tensor:
-    return torch.full((), float(RNG.normal()))
-
-
-class Jitter:
-    """A transformation with a generator of its own."""
-
-    def __init__(self) -> None:
-        self.own = np.random.default_rng(0)
-
-    def __call__(self, row: Any) -> Any:
-        return row[0] + float(self.own.normal()), row[1]
-
-
-class Jittered(torch.utils.data.Dataset[Any]):
-    def __init__(self) -> None:
-        self.transforms = {"train": [Jitter()]}
-
-    def __len__(self) -> int:
-        return len(ROWS)
-
-    def __getitem__(self, index: int) -> Any:
-        return self.transforms["train"][0](ROWS[index])
-
-
-class Collator:
-    def __init__(self) -> None:
-        self.own, self.made = torch.Generator().manual_seed(0), 0
-
-    def __call__(self, rows: list[Any]) -> Any:
-        self.made += 1
-        x, y = torch.utils.data.default_collate(rows)
-        return x + torch.rand(1, generator=self.own), y
-
-
-class Plain(TrainModule):
-    steps = 0
-
-    def __init__(self) -> None:
-        super().__init__()
-        RNG.normal()  # a resumed run draws it again
-        self.layer = torch.nn.Linear(3, 1)
-
-    def training_step(self, batch: Any) -> torch.Tensor:
-        return torch.nn.functional.mse_loss(self.layer(batch[0] * CONSTANT), batch[1])
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=1e-3)
-
-
-class DrawsGlobally(Plain):
-    def training_step(self, batch: Any) -> torch.Tensor:
-        return super().training_step(batch) * (1 + 0 * noise(batch))
-
-
-class CountsGlobally(Plain):
-    def on_step(self) -> None:
-        COUNTED.steps += 1
-
-
-class CountsInItsClass(Plain):
-    def on_step(self) -> None:
-        type(self).steps += 1
-
-
-class Follows(Plain):
-    def on_step(self) -> None:
-        with torch.no_grad():
-            COPY.weight.lerp_(self.layer.weight, 0.1)
-
-
-class Hooked(Plain):
-    def __init__(self) -> None:
-        super().__init__()
-        seen = [0]
-
-        def count(layer: Any, inputs: Any, output: Any) -> None:
-            seen[0] += 1
-
-        self.layer.register_forward_hook(count)
-
-
-@pytest.mark.parametrize(
-    ("module", "options", "named"),
-    [
-        (DrawsGlobally, {}, "draws other numbers: global variable RNG (Generator). Draw"),
-        (
-            Plain,
-            {"train": Jittered()},
-            "draws other numbers: Jittered (train).transforms['train'][0].own (Generator). Draw",
-        ),
-        (Plain, {"collate_fn": Collator()}, "draws other numbers: collate_fn.own (Generator). Draw"),
-        (Plain, {"collate_fn": Collator()}, "collate_fn.made changed since the fit began"),
-        (CountsGlobally, {}, "global variable COUNTED changed since the fit began"),
-        (CountsInItsClass, {}, "CountsInItsClass.steps changed since the fit began"),
-        (Follows, {}, "global variable COPY changed since the fit began"),
-        (Hooked, {}, "variable seen of count changed since the fit began"),
-    ],
-)
-def test_state_that_is_no_attribute_of_the_module_or_data_is_named_too(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], module: type[Plain], options: dict[str, Any], named: str
-) -> None:
-    options = {"train": ROWS, "batch_size": 2} | options
-    Trainer(max_steps=2, progress=False, run_dir=tmp_path).fit(module(), **options)
-    assert named in "".join(capsys.readouterr())
-
-
-class Harmless(Plain):
-    """Names global variables that do not change, functions of the global generators, and a generator only where a resumed run uses it
-    again."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.shuffled = RNG.permutation(4)
-        self.drawn = self.draw()
-
-    def draw(self) -> float:
-        return float(RNG.normal())
-
-    def training_step(self, batch: Any) -> torch.Tensor:
-        return super().training_step(batch) + 0 * (randint(0, 1) + rand())
-
-    def on_step(self) -> None:
-        assert CONSTANT.sum() == 3
-        assert not CALLS
-        assert COPY is not self.layer
-        assert (
-            not hasattr(self.layer, "COUNTED") or self.layer.COUNTED
-        )  # an attribute with the name of a global variable
-        globals()["COUNTED"].steps += 1
-
-
-def test_variables_that_do_not_change_or_that_checkpoints_hold_are_not_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    module, data = Harmless(), Jittered()
-
-    class Watches(Callback):
-        def on_step(self) -> None:
-            assert module.layer is layer
-            assert trainer.step
-            assert len(data) == len(ROWS)
-
-    trainer = Trainer(max_steps=2, progress=False, run_dir=tmp_path, plugins=[Watches()])
-    layer = module.layer
-    trainer.fit(module, ROWS, batch_size=2)
-    output = "".join(capsys.readouterr())
-    assert "random generators" not in output
-    assert "changed since" not in output
 
 
 class Remembering(Callback):
@@ -735,140 +574,6 @@ def test_nothing_is_named_where_nothing_is_saved_or_the_module_saves_its_own(
     output = capsys.readouterr()
     assert "in checkpoints" not in output.out
     assert "changed since the fit began" not in output.err
-
-
-# ------------------------------------------------------------------------------------------------ groups added on the way
-
-
-class Staged(TrainModule):
-    """The second layer joins the optimizer after the first update, or in the first."""
-
-    def __init__(self, hook: str) -> None:
-        super().__init__()
-        self.first, self.second = torch.nn.Linear(3, 3), torch.nn.Linear(3, 1)
-        self.hook = hook
-
-    def training_step(self, batch: Any) -> dict[str, Any]:
-        loss = torch.nn.functional.mse_loss(self.second(self.first(batch[0])), batch[1])
-        return {"loss": loss, "weight": 100.0}
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.first.parameters(), lr=1.0)
-
-    def _add(self) -> None:
-        self.trainer.optimizers["main"].add_param_group({"params": list(self.second.parameters())})
-
-    def on_step(self, step: int) -> None:
-        if self.hook == "on_step" and step == 1:
-            self._add()
-
-    def on_before_step(self) -> None:
-        if self.hook == "on_before_step":
-            self._add()
-
-
-def test_a_group_that_a_hook_adds_is_clipped_and_normalised_from_the_next_update_on() -> None:
-    module = Staged("on_step")
-    before = torch.nn.utils.parameters_to_vector(module.second.parameters()).detach().clone()
-    fit(module, max_grad_norm=1e-3, gradient_accumulation_steps=2)
-    moved = torch.nn.utils.parameters_to_vector(module.second.parameters()).detach() - before
-    assert 1e-5 < float(moved.norm()) <= 1e-3 + 1e-6
-
-
-def test_the_gradients_of_a_layer_that_a_hook_adds_are_those_of_one_update() -> None:
-    class Grows(Staged):
-        def on_step(self, step: int) -> None:
-            if step == 1:
-                self.third = torch.nn.Linear(1, 1)
-                self.trainer.optimizers["main"].add_param_group({"params": list(self.third.parameters())})
-
-        def training_step(self, batch: Any) -> Any:
-            out = self.second(self.first(batch[0]))
-            return torch.nn.functional.mse_loss(self.third(out) if hasattr(self, "third") else out, batch[1])
-
-    module = Grows("")
-    fit(module, 3)
-    assert module.third.weight.grad is None
-
-
-def test_a_group_that_is_added_where_gradients_are_ready_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match="on_before_step added a parameter group after this update's"):
-        fit(Staged("on_before_step"))
-
-
-# ---------------------------------------------------------------------------------- optimizers that mean other weights
-
-
-class ScheduleFree(torch.optim.SGD):
-    """The protocol of schedule-free optimizers: weights y are trained, z moves, x is meant."""
-
-    def __init__(self, parameters: Any, lr: float) -> None:
-        super().__init__(parameters, lr=lr)
-        for group in self.param_groups:
-            group |= {"train_mode": False, "k": 0}
-
-    @torch.no_grad()
-    def _mix(self, train_mode: bool, share: float) -> None:
-        for group in self.param_groups:
-            if group["train_mode"] is not train_mode:
-                for parameter in group["params"]:
-                    if "z" in self.state[parameter]:
-                        parameter.lerp_(self.state[parameter]["z"], share)
-                group["train_mode"] = train_mode
-
-    def eval(self) -> None:
-        self._mix(False, 1 - 1 / 0.9)
-
-    def train(self) -> None:
-        self._mix(True, 1 - 0.9)
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            assert group["train_mode"], "optimizer.train() was not called"
-            share = 1 / (group["k"] + 1)
-            for y in group["params"]:
-                z = self.state[y].setdefault("z", y.clone())
-                y.lerp_(z, share).sub_(y.grad, alpha=group["lr"] * (0.9 * (1 - share)))
-                z.sub_(y.grad, alpha=group["lr"])
-            group["k"] += 1
-
-
-class Free(Regression):
-    def configure_optimizers(self) -> Any:
-        return ScheduleFree(self.parameters(), lr=1e-2)
-
-
-class Meant(Callback):
-    """The weights that the optimizer means, after each update; the loss of each validation, computed from them."""
-
-    def __init__(self) -> None:
-        self.weights = torch.empty(0)
-
-    def on_step(self, trainer: Any, module: Regression) -> None:
-        optimizer = trainer.optimizers["main"]
-        z = optimizer.state[module.layer.weight]["z"]
-        self.weights = module.layer.weight.detach().lerp(z, 1 - 1 / 0.9)
-
-
-def test_evaluations_checkpoints_and_exports_have_the_weights_that_the_optimizer_means(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    module, meant = Free(), Meant()
-    result = fit(module, 4, run_dir=tmp_path / "whole", plugins=[meant], validate_every=2, save_every="2 steps")
-    assert result.checkpoint is not None
-    with Reader(result.checkpoint) as reader:
-        torch.testing.assert_close(read_whole(reader, "model/layer.weight"), meant.weights)
-    torch.testing.assert_close(module.layer.weight.detach(), meant.weights)
-    exported = Free.load_from_checkpoint(result.checkpoint)
-    assert Trainer(progress=False).validate(exported, ROWS, batch_size=2)["val_loss"] == pytest.approx(
-        result.metrics["val_loss"]
-    )
-
-    torch.manual_seed(0)
-    fit(Free(), 2, run_dir=tmp_path / "cut", plugins=[Meant()], validate_every=2, save_every="2 steps")
-    resumed = Free()
-    fit(resumed, 4, run_dir=tmp_path / "cut", plugins=[Meant()], validate_every=2, save_every="2 steps")
-    assert torch.equal(resumed.layer.weight, module.layer.weight)
 
 
 # ------------------------------------------------------------------------------------------------ schedulers and optimizers of one's own
