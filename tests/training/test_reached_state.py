@@ -76,6 +76,19 @@ class DrawsGlobally(Plain):
         return super().training_step(batch) * (1 + 0 * noise(batch))
 
 
+class DrawsInMethods(Plain):
+    """A hook of the framework calls the first method, which calls the second."""
+
+    def training_step(self, batch: Any) -> torch.Tensor:
+        return self.disturbed(batch)
+
+    def disturbed(self, batch: Any) -> torch.Tensor:
+        return super().training_step(batch) * (1 + 0 * getattr(self, "no" + "ise")())
+
+    def noise(self) -> torch.Tensor:
+        return noise(None)
+
+
 class CountsGlobally(Plain):
     def on_step(self) -> None:
         COUNTED.steps += 1
@@ -107,6 +120,7 @@ class Hooked(Plain):
     ("module", "options", "named"),
     [
         (DrawsGlobally, {}, "draws other numbers: global variable RNG (Generator). Draw"),
+        (DrawsInMethods, {}, "draws other numbers: global variable RNG (Generator). Draw"),
         (
             Plain,
             {"train": Jittered()},
@@ -140,6 +154,14 @@ class Harmless(Plain):
     def draw(self) -> float:
         return float(RNG.normal())
 
+    def on_fit_start(self) -> None:
+        RNG.normal()
+
+    def samples(self) -> Any:
+        """For the script, after the fit."""
+        COUNTED.steps += 1
+        return RNG.normal(size=3)
+
     def training_step(self, batch: Any) -> torch.Tensor:
         return super().training_step(batch) + 0 * (randint(0, 1) + rand())
 
@@ -158,6 +180,11 @@ def test_variables_that_do_not_change_or_that_checkpoints_hold_are_not_named(
 ) -> None:
     module, data = Harmless(), Jittered()
 
+    class Divided(torch.utils.data.TensorDataset):
+        def divided(self) -> Any:
+            """For the script, before the fit."""
+            return torch.utils.data.Subset(self, RNG.permutation(len(self))[:6].tolist())
+
     class Watches(Callback):
         def on_step(self) -> None:
             assert module.layer is layer
@@ -166,7 +193,9 @@ def test_variables_that_do_not_change_or_that_checkpoints_hold_are_not_named(
 
     trainer = Trainer(max_steps=2, progress=False, run_dir=tmp_path, plugins=[Watches()])
     layer = module.layer
-    trainer.fit(module, ROWS, batch_size=2)
+    rows = Divided(*map(torch.stack, zip(*ROWS, strict=True)))
+    assert len(rows.divided()) == 6
+    trainer.fit(module, rows, batch_size=2)
     output = "".join(capsys.readouterr())
     assert "random generators" not in output
     assert "changed since" not in output

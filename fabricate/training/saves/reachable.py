@@ -1,7 +1,10 @@
 """What the user's code reaches outside of the attributes of its objects: global variables, variables of enclosing functions and class
 attributes that methods name, and random generators, however deep inside other objects.
 
-Nothing is called: only attributes, items and the names in the code of functions are read. Must not know: runs, what is done about it.
+A method counts if a library calls it, because it has a name of the library's, or if a function that counts names it; one that only the
+script calls does not. Nothing is called: only attributes, items and the names in the code of functions are read.
+
+Must not know: runs, what is done about it.
 """
 
 from __future__ import annotations
@@ -20,12 +23,15 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from fabricate.data.identity import is_hugging_face, names_in
+from fabricate.hooks import HOOKS, PROJECT
 from fabricate.optim.schedules import captured
 from fabricate.seeding import is_generator, is_global
 from fabricate.training.saves.attributes import OURS, is_users, is_users_module
 
-_ONCE = frozenset({"__init__", "configure_model", "configure_optimizers", "init_weights", "export"})
+_ONCE = frozenset({"__init__", "configure_model", "configure_optimizers", "init_weights", "on_fit_start", "export"})
 """Methods that a resumed run calls again, so that what they use is as before."""
+_CALLED = frozenset({*HOOKS, "set_epoch", "state_dict", "load_state_dict"})
+"""Methods that are called where a class of the user need not inherit them from a library."""
 _CLOSED = frozenset({"torch", "torchmetrics", "accelerate", "fabricate", "pandas", "logging", "sklearn", "optuna"})
 """Packages whose objects are not looked into, except torch's data sets and loaders."""
 _LOADING = "torch.utils.data."
@@ -45,6 +51,9 @@ class Reachable:
         self.generators: dict[str, Any] = {}
         self.in_libraries: set[str] = set()
         self._libraries: list[str] = []
+        self._names: set[str] = set()
+        self._waiting: dict[str, list[FunctionType]] = {}
+        """The names in the functions that were read, and the methods that none of them names so far."""
         self._seen: dict[int, object] = {}
         roots = list(roots)
         self._roots = {id(root) for _, root in roots}
@@ -82,10 +91,9 @@ class Reachable:
             yield path, (held.get("_format_kwargs") or {}).get("transform")
         elif is_users(value):
             yield from self._attributes(path, value)
-            kinds = [kind for kind in type(value).__mro__ if is_users_module(kind.__module__)]
-            helpers = _helpers_of_building(kinds)
-            for kind in kinds:
-                yield from self._of_class(kind, set(held), helpers)
+            for kind in type(value).__mro__:
+                if is_users_module(kind.__module__):
+                    yield from self._of_class(kind, type(value), set(held))
         elif where.startswith(_LOADING):
             yield from self._attributes(path, value)
         elif where.partition(".")[0] not in _CLOSED:
@@ -101,16 +109,21 @@ class Reachable:
             if name not in OURS and not (without_generators and is_generator(attribute)):
                 yield f"{path}.{name}", attribute
 
-    def _of_class(self, kind: type, hidden: set[str], helpers: set[str]) -> Iterator[tuple[str, Any]]:
-        """The functions of a class, except `helpers` of its constructor, and its attributes, except those `hidden` by others."""
+    def _of_class(self, kind: type, of: type, hidden: set[str]) -> Iterator[tuple[str, Any]]:
+        """The methods of `kind`, a base class of `of` or itself, that are called, and its attributes, except those `hidden` by others."""
         for name, attribute in vars(kind).items():
             if isinstance(attribute, classmethod):  # probably makes an object
                 continue
             function = getattr(attribute, "fget", None) or getattr(attribute, "__func__", attribute)
-            if isinstance(function, FunctionType):
-                yield from () if name in _ONCE | helpers else [(name, function)]
-            elif not name.startswith("__") and name not in hidden and not hasattr(attribute, "__get__"):
-                yield from self._variable(f"{kind.__name__}.{name}", attribute)
+            if not isinstance(function, FunctionType):
+                if not name.startswith("__") and name not in hidden and not hasattr(attribute, "__get__"):
+                    yield from self._variable(f"{kind.__name__}.{name}", attribute)
+            elif name in _ONCE:
+                continue
+            elif self._names.intersection((name, "getattr")) or _is_called(name, function, of):
+                yield name, function
+            else:
+                self._waiting.setdefault(name, []).append(function)
 
     def _named(self, function: FunctionType) -> Iterator[tuple[str, Any]]:
         """The variables that a function of the user names."""
@@ -118,6 +131,10 @@ class Reachable:
         where = variables.get("__name__", "")
         if not is_users_module(where):
             return
+        self._names |= names
+        # After a getattr, any name may follow.
+        for name in list(self._waiting) if "getattr" in names else names & self._waiting.keys():
+            yield from ((name, method) for method in self._waiting.pop(name))
         for name, value in captured(function).items():
             yield from self._variable(f"variable {name} of {function.__name__}", value)
         for name in sorted(_globals_in(function.__code__) & variables.keys()):
@@ -144,9 +161,9 @@ def _globals_in(code: CodeType) -> frozenset[str]:
     return frozenset(own.union(*(_globals_in(inner) for inner in code.co_consts if isinstance(inner, CodeType))))
 
 
-def _helpers_of_building(kinds: list[type]) -> set[str]:
-    """The methods of classes that only the methods of `_ONCE` name."""
-    functions = [(name, f) for kind in kinds for name, f in vars(kind).items() if isinstance(f, FunctionType)]
-    by_building = {inner for name, f in functions if name in _ONCE for inner in names_in(f.__code__)}
-    by_others = {inner for name, f in functions if name not in _ONCE for inner in names_in(f.__code__) if inner != name}
-    return {name for name, _ in functions if name in by_building - by_others}
+def _is_called(name: str, function: FunctionType, kind: type) -> bool:
+    """Whether a library calls the method `name` of the class `kind`: a hook, or one that a class of the library has."""
+    is_theirs = (
+        name in _CALLED or (name.startswith("__") and name.endswith("__")) or hasattr(function, f"{PROJECT}_impl")
+    )
+    return is_theirs or any(name in vars(base) for base in kind.__mro__ if not is_users_module(base.__module__))
