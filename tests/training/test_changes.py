@@ -63,7 +63,10 @@ class Tuned(TrainModule):
             rest = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, total - 2)
             return optimizer, torch.optim.lr_scheduler.SequentialLR(optimizer, [warmup, rest], [2])
         if self.schedule == "restarts":
-            return optimizer, torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(optimizer, total // 2)
+            return optimizer, torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(optimizer, total * 3 // 4)
+        if self.schedule == "there and back":
+            cyclic = torch.optim.lr_scheduler.CyclicLR
+            return optimizer, cyclic(optimizer, 0.1, 1.0, step_size_up=total * 3 // 4, cycle_momentum=False)
         if self.schedule == "step sizes":
             return optimizer, torch.optim.lr_scheduler.StepLR(optimizer, total // 4)
         if self.schedule == "chained":
@@ -169,7 +172,11 @@ def test_a_cycle_that_is_made_longer_ends_at_the_new_end(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    "schedule", ["cosine", "share", "three parts", "chained", "lambda inside", "object", "restarts", "step sizes"]
+    "schedule",
+    [
+        *("cosine", "share", "three parts", "chained", "lambda inside", "object", "restarts", "there and back"),
+        "step sizes",
+    ],
 )
 def test_a_schedule_that_had_come_to_its_end_goes_on_when_it_is_made_longer(tmp_path: Path, schedule: str) -> None:
     fit(tmp_path, Tuned(schedule=schedule), 4)
