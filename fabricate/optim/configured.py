@@ -19,7 +19,7 @@ from fabricate.optim.schedules import Schedule, captured
 
 _COUNTERS = ("last_epoch", "base_lrs", "last_lr", "lr_lambdas")
 _DURATIONS = ("T_max", "T_0", "total_iters", "total_steps", "total_size", "step_size", "milestones", "phases")
-"""The beginnings of the names of settings that determine the length of a schedule."""
+"""The beginnings of the names of settings that determine the length of a scheduler of torch."""
 _UNDERSCORED = {"_schedule_phases": "phases", "_milestones": "milestones"}
 """Settings of OneCycleLR and SequentialLR that begin with an underscore, with their names in messages."""
 _LENGTHS = ("total", "training_steps", "max_steps")
@@ -67,9 +67,9 @@ def options(group: Mapping[str, Any]) -> dict[str, Any]:
 
 def renew_rates(optimizer: torch.optim.Optimizer, schedule: Schedule, changed: Collection[str]) -> None:
     """Make the initial rates of the groups of `optimizer` those of `schedule`. If `schedule` is a function of the update, the present rates
-    are computed anew. If the length of a scheduler of torch is among the `changed` settings, scheduler and rates become those of a run that
-    had the new settings from its beginning: a cosine that was at its end would otherwise stay at zero. Other schedules continue from their
-    present rates."""
+    are computed anew. If a length is among the `changed` settings, or an integer of a scheduler of the user's class, scheduler and rates
+    become those of a run that had the new settings from its beginning: a cosine that was at its end would otherwise stay at zero. Other
+    schedules continue from their present rates."""
     for made in _parts(schedule.made):
         if "base_lrs" in vars(made):
             made.base_lrs = [group.get("initial_lr", group["lr"]) for group in optimizer.param_groups]
@@ -77,7 +77,9 @@ def renew_rates(optimizer: torch.optim.Optimizer, schedule: Schedule, changed: C
         rates = zip(optimizer.param_groups, schedule.made.lr_lambdas, schedule.made.base_lrs, strict=True)
         for group, factor, rate in rates:
             _put(group, "lr", rate * factor(schedule.made.last_epoch))
-    if schedule.begun is not None and any(name.startswith(_DURATIONS) for name in changed):
+    own = [part for part in _parts(schedule.made) if not type(part).__module__.startswith("torch.")]
+    lengths = {name for part in own for name, value in vars(part).items() if type(value) is int}
+    if schedule.begun is not None and any(name.startswith((*_DURATIONS, *lengths)) for name in changed):
         _repeat(optimizer, schedule.made, schedule.begun)
 
 

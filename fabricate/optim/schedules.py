@@ -9,6 +9,7 @@ import contextlib
 import functools
 import inspect
 from collections.abc import Iterable, Iterator, Mapping
+from types import MethodType
 from typing import Any
 
 from torch.optim import lr_scheduler
@@ -140,7 +141,12 @@ def warmup_lengths(made: Any) -> Iterator[tuple[str, int]]:
 
 
 def captured(function: Any) -> dict[str, Any]:
-    """The values that a function was created with: keywords of a `functools.partial`, variables of an enclosing function."""
+    """The values that a function was created with: keywords of a `functools.partial`, variables of an enclosing function, the attributes
+    of its object that a method names."""
+    if isinstance(function, MethodType):
+        held = getattr(function.__self__, "__dict__", {})
+        named = getattr(getattr(function.__func__, "__code__", None), "co_names", ())
+        return captured(function.__func__) | {name: held[name] for name in named if name in held}
     if isinstance(function, functools.partial):
         return dict(function.keywords)
     cells = getattr(function, "__closure__", None) or ()

@@ -31,6 +31,17 @@ class Decay:
         return 1 - step / self.length
 
 
+class Falling(torch.optim.lr_scheduler.LRScheduler):
+    """A scheduler of the script, whose length has a name of its own."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, horizon: int) -> None:
+        self.horizon = horizon
+        super().__init__(optimizer)
+
+    def get_lr(self) -> list[float | torch.Tensor]:
+        return [rate * (1 - self.last_epoch / self.horizon) for rate in self.base_lrs]
+
+
 class Tuned(TrainModule):
     def __init__(
         self, lr: float = 0.1, decay: float = 0.0, schedule: str = "", gamma: float = 0.5, width: int = 1
@@ -58,6 +69,11 @@ class Tuned(TrainModule):
             return optimizer, torch.optim.lr_scheduler.SequentialLR(optimizer, [warmup, *held, rest], ends)
         if self.schedule == "object":
             return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, Decay(total))
+        if self.schedule == "method":
+            self.horizon = total
+            return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, self.falling)
+        if self.schedule == "own class":
+            return optimizer, Falling(optimizer, total)
         if self.schedule == "lambda inside":
             warmup = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: (step + 1) / 2)
             rest = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, total - 2)
@@ -82,6 +98,9 @@ class Tuned(TrainModule):
         if self.schedule == "steps":
             return optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1, self.gamma)
         return (optimizer, self.schedule) if self.schedule else optimizer
+
+    def falling(self, step: int) -> float:
+        return 1 - step / self.horizon
 
 
 class Rates(Callback):
@@ -175,7 +194,7 @@ def test_a_cycle_that_is_made_longer_ends_at_the_new_end(tmp_path: Path) -> None
     "schedule",
     [
         *("cosine", "share", "three parts", "chained", "lambda inside", "object", "restarts", "there and back"),
-        "step sizes",
+        *("step sizes", "method", "own class"),
     ],
 )
 def test_a_schedule_that_had_come_to_its_end_goes_on_when_it_is_made_longer(tmp_path: Path, schedule: str) -> None:
