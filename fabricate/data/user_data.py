@@ -359,7 +359,7 @@ def _open_batches(data: Iterable[Any], setup: Setup, reason: str | None) -> Sour
     if isinstance(data, DataLoader) and not has_own_loop(data):
         data = _without_persistent_workers(data, setup)
     has_state = _has_state(data)
-    _note_sequential(setup, "batches", has_state)
+    _note_sequential(setup, "batches", has_state, data.dataset if isinstance(data, DataLoader) else None)
     return Sequential(setup, "iterable", data, batch_size=None, units=_length(data), collate=None, has_state=has_state)
 
 
@@ -368,12 +368,17 @@ def _has_state(data: Any) -> bool:
     return callable(getattr(data, "state_dict", None)) and callable(getattr(data, "load_state_dict", None))
 
 
-def _note_sequential(setup: Setup, what: str, has_state: bool) -> None:
+def _note_sequential(setup: Setup, what: str, has_state: bool, inside: Any = None) -> None:
+    """Note how data is read that only has an order. `inside`: the data set inside a DataLoader."""
     if setup.world_size > 1:
         setup.notes.append(f"{setup.argument}: every rank reads all {what} and keeps its own part")
     if setup.training and not has_state:
+        # `datasets` has a state_dict that omits the content of a shuffle buffer.
+        unused = _has_state(inside) and not is_hugging_face(inside, "IterableDataset")
         setup.notes.append(
             f"{setup.argument}: to resume, the epoch is read again up to the position of the checkpoint, which takes time"
+            + f". A DataLoader does not use the state_dict of {type(inside).__name__}; torchdata's StatefulDataLoader does"
+            * unused
         )
 
 

@@ -56,6 +56,20 @@ def hugging_face_stream(rows: int = 40) -> Any:
     return datasets.Dataset.from_dict({"row": list(range(rows))}).to_iterable_dataset(num_shards=4)
 
 
+def test_a_stream_whose_state_a_loader_does_not_use_gets_a_note_that_says_so() -> None:
+    class Saving(Stream):
+        def state_dict(self) -> dict[str, Any]:
+            return {}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            raise AssertionError
+
+    remedy = "A DataLoader does not use the state_dict of Saving; torchdata's StatefulDataLoader does"
+    assert any(remedy in note for note in opened(DataLoader(Saving(6), batch_size=2)).notes)
+    for data in (Stream(6), hugging_face_stream()):
+        assert not any("state_dict" in note for note in opened(DataLoader(data, batch_size=2)).notes)
+
+
 def stream_rows(sources: list[Source], epoch: int, start: int = 0) -> list[list[int]]:
     rows_per_step = []
     for windows in zip(*(source.windows(epoch, start) for source in sources), strict=True):
