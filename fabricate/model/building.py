@@ -317,7 +317,7 @@ def _initialised(module: TrainModule, blank: Blank, owner: Any, strategy: Strate
                 rule()
             else:
                 raise ConfigurationError(
-                    f"configure_model built {blank.name or 'parameters'} ({type(child).__name__}), which has no reset_parameters "
+                    f"configure_model built {blank.name or few(list(blank.keys))} ({type(child).__name__}), which has no reset_parameters "
                     f"to initialise it; define init_weights(self, submodule) on {type(module).__name__} to initialise it"
                 )
         values = {key: table[key] for table, key, _ in held}
@@ -330,7 +330,7 @@ def _initialised(module: TrainModule, blank: Blank, owner: Any, strategy: Strate
         same = value is fresh[key] and value._version == untouched[key]
         if value.isnan().any() if value.is_floating_point() else same:
             raise ConfigurationError(
-                f"{blank.name}.{key} was built by configure_model and has no initial value; set it in "
+                f"{f'{blank.name}.{key}'.lstrip('.')} was built by configure_model and has no initial value; set it in "
                 f"{type(module).__name__}.init_weights(submodule) for {type(child).__name__}"
             )
     return values

@@ -114,11 +114,8 @@ class Origins(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """The operation whose values for a tensor of `layer` are lost."""
         if operation := self._written.get(_storage(tensor), ""):
             return operation
-        rule = getattr(type(layer), "reset_parameters", None)
         operation, makers = self._made.get(_storage(tensor), ("", []))
-        if stored or not (owned or callable(rule)) or any(maker.runs_again(layer) for maker in makers):
-            return ""
-        return operation
+        return "" if stored or any(maker.runs_again(layer, owned) for maker in makers) else operation
 
 
 class _Maker(NamedTuple):
@@ -127,16 +124,16 @@ class _Maker(NamedTuple):
     layer: torch.nn.Module
     code: CodeType
 
-    def runs_again(self, layer: torch.nn.Module) -> bool:
-        """Whether `reset_parameters` of `layer` sets what the method sets: it is that method, or of the same class, or of a subclass."""
+    def runs_again(self, layer: torch.nn.Module, owned: bool) -> bool:
+        """Whether `reset_parameters` of `layer` sets what the method sets: it is that method, or of the same class, or of a subclass.
+        `owned`: whether the layer belongs to a transformers model, which then has the rule."""
         if layer is not self.layer:
             return False
         classes = list(type(layer).__mro__)
         while classes and "reset_parameters" not in vars(classes[0]):
             classes.pop(0)
         methods = [vars(kind).get(self.code.co_name) for kind in classes]
-        # Without the method, a transformers model has the rule for the layer.
-        return not classes or any(getattr(method, "__code__", None) is self.code for method in methods)
+        return (owned and not classes) or any(getattr(method, "__code__", None) is self.code for method in methods)
 
 
 class _InitFunctions(TorchFunctionMode):

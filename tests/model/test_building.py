@@ -523,7 +523,7 @@ class Extends(Mixed):
 class Reads(Mixed):
     def configure_model(self) -> None:
         super().configure_model()
-        float(self.net.weight.sum())  # which needs real tensors
+        float(self.net.weight.detach().sum())  # which needs real tensors
 
 
 @pytest.mark.parametrize("kind", [Mixed, Extends, Reads])
@@ -572,6 +572,56 @@ def test_a_tensor_that_nobody_sets_in_its_turn_is_an_error_under_every_strategy(
 ) -> None:
     for message in answer(answers, world_size, ("unset", how)):
         assert message.startswith(f"{name} was built by configure_model and has no initial value"), message
+
+
+class Token(torch.nn.Module):
+    """A layer without reset_parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token = torch.nn.Parameter(torch.full((2,), 3.0))
+
+
+class Scaled(TrainModule):
+    """Builds tensors for which there is no rule: `made` returns those of the module itself."""
+
+    def __init__(self, made: Callable[[int], torch.Tensor]) -> None:
+        super().__init__()
+        self.made = made
+
+    def configure_model(self) -> None:
+        self.layer, self.first = torch.nn.Linear(2, 1), Token()
+        self.register_buffer("scale", self.made(2))
+
+    def training_step(self, batch: Any) -> torch.Tensor:
+        return (self.layer(batch[0]) * self.scale.sum() * self.first.token.sum()).mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+
+def test_values_for_which_there_is_no_rule_are_those_that_configure_model_gives(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    module = Scaled(torch.ones)
+    Trainer(max_steps=1, progress=False).fit(module, TensorDataset(torch.ones(4, 2)), batch_size=2)
+    assert (
+        "built whole on the CPU of every rank, because it needs real tensors (scale is given" in capsys.readouterr().out
+    )
+    assert module.scale.tolist() == [1, 1]
+    assert module.first.token.tolist() == [3, 3]
+
+
+def test_a_buffer_of_the_module_itself_that_has_no_value_is_named() -> None:
+    class Empty(Scaled):
+        def configure_model(self) -> None:
+            self.layer = torch.nn.Linear(2, 1)
+            self.register_buffer("scale", torch.empty(2))
+
+    with pytest.raises(
+        ConfigurationError, match=r"configure_model built scale \(Empty\), which has no reset_parameters"
+    ):
+        Trainer(max_steps=1, progress=False).fit(Empty(torch.empty), TensorDataset(torch.ones(4, 2)), batch_size=2)
 
 
 def test_one_parameter_in_two_units_is_refused(answers: dict[int, list[dict[Any, Any]]]) -> None:
