@@ -59,7 +59,9 @@ def _set_random_state(state: tuple[Any, Any, torch.Tensor]) -> None:
 
 def seed_generators(seed: int) -> None:
     random.seed(seed)
-    np.random.seed((seed & 0xFFFFFFFF, seed >> 32))
+    np.random.seed(
+        (seed & 0xFFFFFFFF, seed >> 32, 1)
+    )  # with two words only, it would draw the same numbers as `random`
     torch.default_generator.manual_seed(seed)  # torch.manual_seed would also seed the accelerators
 
 

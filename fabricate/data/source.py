@@ -122,14 +122,14 @@ def first_other(everyone: Sequence[Any]) -> int | None:
 class Source(ABC):
     """Data opened for one rank: its windows, and the properties that the plan prints.
 
-    `kind` is "dataloader", "dataset", "stream" or "iterable". Counts are None if the data does not determine them: `batch_size` (rows per
-    rank and micro-batch), `num_samples` (global rows per epoch after limit and drop_last), `global_batch` (rows per update),
-    `batches_per_update` (of all ranks, if the batches are the user's), `updates_per_epoch`. `shuffle`: True for a permutation, False for
-    the order of the data, None if a sampler or the data itself determines the order. `resumes` is "exactly, by position", "by its own
-    state" or "by replay". `data` is the object that is read. `state`: for data that resumes by its own state, this state after the last
-    yielded window; a checkpoint stores it, and a resumed run sets it before its first window. `first`: a digest of the first rows of the
-    current pass, or of the order that a user's sampler draws, which must be equal on all ranks. It is "" before they are read, with one
-    rank, and if fabricate makes the order.
+    `kind` is "dataloader", "dataset", "stream" or "iterable". Counts are None if the data does not determine them: `batch_size` (rows
+    per rank and micro-batch), `num_samples` (global rows per epoch after limit and drop_last), `global_batch` (rows per update); if the
+    batches are the user's, `num_batches` (per epoch, likewise) and `batches_per_update` (of all ranks); `updates_per_epoch`. `shuffle`:
+    True for a permutation, False for the order of the data, None if a sampler or the data itself determines the order. `resumes` is
+    "exactly, by position", "by its own state" or "by replay". `data` is the object that is read. `state`: for data that resumes by its
+    own state, this state after the last yielded window; a checkpoint stores it, and a resumed run sets it before its first window.
+    `first`: a digest of the first rows of the current pass, or of the order that a user's sampler draws, which must be equal on all
+    ranks. It is "" before they are read, with one rank, and if fabricate makes the order.
     """
 
     data: Any
@@ -149,6 +149,8 @@ class Source(ABC):
     """A digest of the order of the current epoch, if a sampler draws it; a checkpoint stores it, and a resumed run sets it."""
     drawn_by: str = ""
     """The value of "drawn" in `order` if `shuffle` is None."""
+    rows_per_batch: int | None = None
+    """The rows of a batch of the user's, if its loader or sampler has a `batch_size`."""
     exact_rows: bool = True
     """Whether every batch has the planned number of rows; a user's collate_fn may leave rows out."""
 
@@ -174,6 +176,7 @@ class Source(ABC):
             raise setup.empty()
         self.updates_per_epoch: int | None = None
         self.num_samples: int | None = None
+        self.num_batches: int | None = None
         if usable is not None:
             self.updates_per_epoch = num_windows(usable, self._units_per_window, setup.drop_last)
             if not self.updates_per_epoch:
@@ -181,8 +184,11 @@ class Source(ABC):
                     f"has fewer rows than one global batch ({usable} of {self._units_per_window}), and drop_last=True "
                     "leaves out incomplete global batches, so no update remains. Lower the batch size, or pass drop_last=False"
                 )
-            if batch_size:
-                self.num_samples = min(usable, self.updates_per_epoch * self._units_per_window)
+            read = min(usable, self.updates_per_epoch * self._units_per_window)
+            if not batch_size:
+                self.num_batches = read
+            else:
+                self.num_samples = read
                 if setup.training and usable - self.num_samples >= step:
                     left = f"the last {usable - self.num_samples} of {usable} rows of each epoch"
                     self.notes += (

@@ -222,7 +222,14 @@ def _open_loader(loader: DataLoader[Any], setup: Setup, loading: Loading) -> Sou
         setup, "dataloader", loader.dataset, draw, batch_size=batch_size, units=units, shuffle=shuffle, options=options
     )
     source.samplers = (sampler, getattr(sampler, "sampler", None))
+    source.rows_per_batch = None if batch_size else _batch_size_of(sampler)
     return source
+
+
+def _batch_size_of(made: Any) -> int | None:
+    """The `batch_size` of a loader or a batch sampler of the user, if it is a number."""
+    size = getattr(made, "batch_size", None)
+    return size if isinstance(size, int) else None
 
 
 def _options_of(loader: DataLoader[Any], setup: Setup, loading: Loading) -> dict[str, Any]:
@@ -360,7 +367,11 @@ def _open_batches(data: Iterable[Any], setup: Setup, reason: str | None) -> Sour
         data = _without_persistent_workers(data, setup)
     has_state = _has_state(data)
     _note_sequential(setup, "batches", has_state, data.dataset if isinstance(data, DataLoader) else None)
-    return Sequential(setup, "iterable", data, batch_size=None, units=_length(data), collate=None, has_state=has_state)
+    source = Sequential(
+        setup, "iterable", data, batch_size=None, units=_length(data), collate=None, has_state=has_state
+    )
+    source.rows_per_batch = _batch_size_of(data)
+    return source
 
 
 def _has_state(data: Any) -> bool:

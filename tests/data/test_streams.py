@@ -110,6 +110,7 @@ def test_collating_a_stream_in_a_worker_is_random_by_position_and_leaves_the_ord
 
     assert read(4) == read(0)[2:]
     assert sorted(row[0] for batch in read(0) for row in batch) == list(range(12))
+    assert all(row[1] != row[2] for batch in read(0) for row in batch), "random and NumPy draw the same numbers"
 
 
 @pytest.mark.parametrize(

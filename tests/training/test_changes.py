@@ -397,6 +397,64 @@ def test_a_schedule_ends_with_the_fit_if_the_batch_changes(tmp_path: Path, died:
     assert rates.used[-1][0] == pytest.approx(0.1 / steps)
 
 
+class Batches(torch.utils.data.Sampler[list[int]]):
+    """24 rows in batches of one's own size."""
+
+    def __init__(self, rows: int) -> None:
+        self.batch_size = rows
+
+    def __len__(self) -> int:
+        return 24 // self.batch_size
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter([list(range(row, row + self.batch_size)) for row in range(0, 24, self.batch_size)])
+
+
+@pytest.mark.parametrize("died", [3, 6, 7])
+@pytest.mark.parametrize("per_update", [(2, 2), (2, 4), (2, 1), (2, 4, 1)])
+@pytest.mark.parametrize("made", ["by a sampler", "in a list"])
+def test_a_schedule_ends_with_the_fit_if_the_number_of_batches_per_update_changes(
+    tmp_path: Path, died: int, per_update: tuple[int, ...], made: str
+) -> None:
+    def run(number: int, *plugins: Callback) -> FitResult:
+        accept = ("global_batch_size",)
+        options: Any = {"max_epochs": 4, "save_every": "1 step", "accept_changes": accept, "seed": 1}
+        options["gradient_accumulation_steps"] = number
+        trainer = Trainer(run_dir=tmp_path, progress=False, plugins=[rates, total, *plugins], **options)
+        loader: Any = DataLoader(ROWS * 3, batch_sampler=Batches(2))  # type: ignore[arg-type]
+        return trainer.fit(Tuned(schedule="linear"), loader if made == "by a sampler" else list(loader))
+
+    rates, total = Rates(), Total()
+    for place, number in enumerate(per_update[:-1]):
+        with pytest.raises(InterruptedError):
+            run(number, Dies(died + 2 * place))
+    steps = run(per_update[-1]).steps
+    assert total.told[-1] == steps
+    assert total.told[0] == 24
+    assert rates.used[-1][0] == pytest.approx(0.1 / steps)
+
+
+def test_other_batches_at_the_end_of_an_epoch_are_accepted_or_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(epochs: int, rows: int, **options: Any) -> list[tuple[float, float]]:
+        rates = Rates()
+        loader: Any = DataLoader(ROWS * 3, batch_sampler=Batches(rows))  # type: ignore[arg-type]
+        trainer = Trainer(max_epochs=epochs, run_dir=tmp_path, progress=False, plugins=[rates], **options)
+        trainer.fit(Tuned(schedule="linear"), loader)
+        return rates.used
+
+    run(2, 2)
+    with pytest.raises(
+        CheckpointError, match=r"with batches of 2 rows, but this run has batches of 4. Use the same batch_s"
+    ):
+        run(4, 4)
+    rates = run(4, 4, accept_changes=("global_batch_size",))
+    assert "rows per batch 2 -> 4; batches per epoch 12 -> 6" in capsys.readouterr().out
+    assert len(rates) == 12
+    assert rates[-1][0] == pytest.approx(0.1 / 36)
+
+
 class Weighted(TrainModule):
     """Class weights in a buffer, a frozen teacher, and a batch norm, whose buffers training changes."""
 

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from fabricate.checkpoint.format import directory as format
 from fabricate.checkpoint.format.directory import Reader
@@ -35,25 +35,48 @@ def surplus_updates(run: Run, resume: str) -> int:
 def _surplus_updates(run: Run, resume: str) -> int:
     source = run.source
     assert source is not None
-    if resume == "never" or source.num_samples is None or source.global_batch is None:
+    now = _Epoch.of((source.num_samples, source.global_batch), (source.num_batches, source.batches_per_update))
+    if resume == "never" or now is None:
         return 0
     newest_first = [] if run.run_dir is None else format.committed(checkpoints(run))[::-1]
     for path in newest_first if resume == "auto" else [Path(resume)]:
         # `choose` reports what is damaged
         with contextlib.suppress(CheckpointError, OSError), Reader(format.find(path)) as reader:
             tree = shared_state(reader)
-            if "progress" not in tree or None in (tree["data"]["num_samples"], tree["data"]["global_batch_size"]):
+            data = tree["data"]
+            in_batches = (data.get("num_batches"), data.get("batches_per_update"))
+            then = _Epoch.of((data["num_samples"], data["global_batch_size"]), in_batches)
+            if "progress" not in tree or then is None:
                 return 0
-            before = _updates_until(tree["progress"], tree["data"]["num_samples"], tree["data"]["global_batch_size"])
-            now = _updates_until(tree["progress"], source.num_samples, source.global_batch)
-            return int(tree.get("surplus_updates", 0) + before - now)
+            epoch, position = int(tree["progress"]["epoch"]), int(tree["progress"]["position"])
+            if not then.in_rows:
+                position = taken if isinstance(taken := data.get("batches_taken"), int) else 0
+            difference = then.updates_until(epoch, position) - now.updates_until(epoch, position)
+            return int(tree.get("surplus_updates", 0) + difference)
     return 0
 
 
-def _updates_until(progress: dict[str, Any], rows: int, batch: int) -> int:
-    """The updates until a point of a fit whose epochs have `rows` rows in batches of `batch`, counted back from the end of its epoch."""
-    epoch, position = int(progress["epoch"]), int(progress["position"])
-    return (epoch + 1) * math.ceil(rows / batch) - math.ceil((rows - position) / batch)
+class _Epoch(NamedTuple):
+    """The size of an epoch, in rows, or in batches if these are the user's."""
+
+    in_rows: bool
+    units: int
+    per_update: int
+
+    @classmethod
+    def of(cls, rows: tuple[Any, Any], batches: tuple[Any, Any]) -> _Epoch | None:
+        """The size by the numbers per epoch and per update, of rows or else of batches, which may come from a damaged file; None if
+        they are not known."""
+        for units, per_update in (rows, batches):
+            if isinstance(units, int) and isinstance(per_update, int) and per_update > 0:
+                return cls((units, per_update) == rows, units, per_update)
+        return None
+
+    def updates_until(self, epoch: int, position: int) -> int:
+        """The updates until a position of an epoch, counted back from its end."""
+        return (epoch + 1) * math.ceil(self.units / self.per_update) - math.ceil(
+            (self.units - position) / self.per_update
+        )
 
 
 def compare_data(run: Run, path: Path, tree: Any) -> Iterator[Change]:
@@ -85,6 +108,15 @@ def compare_data(run: Run, path: Path, tree: Any) -> Iterator[Change]:
         yield Change(
             "global_batch_size", "batches per update", str(then["batches_per_update"]), str(now["batches_per_update"])
         )
+    if _differ("rows_per_batch", then, now):
+        if "global_batch_size" not in accept_changes:
+            raise CheckpointError(
+                f"{path} was saved with batches of {then['rows_per_batch']} rows, but this run has batches of {now['rows_per_batch']}. Use "
+                "the same batch_size, or accept the change: Trainer(accept_changes=('global_batch_size',))"
+            )
+        yield Change("global_batch_size", "rows per batch", str(then["rows_per_batch"]), str(now["rows_per_batch"]))
+    if _differ("num_batches", then, now):
+        yield Change("", "batches per epoch", str(then["num_batches"]), str(now["num_batches"]))
     _compare_rows(run, path, tree, now)
     if _differ("in_workers", then, now):
         of = ("of the main process (num_workers=0)", "of worker processes")

@@ -146,7 +146,8 @@ def _shared_state(run: Run, saver: Saver) -> dict[str, Any]:
         "scaler": run.engine.scaler_state(),
         "weight_per_row": run.optim.weight_per_row,
         "seed": run.source.seed,
-        "data": data_identity(run) | {"state": saver.encode(run.source.state, "data", saver.whole)},
+        "data": data_identity(run)
+        | {"state": saver.encode(run.source.state, "data", saver.whole), "batches_taken": _batches_taken(run)},
         "progress": run.progress.state(),
         "surplus_updates": run.optim.surplus_updates,
         "owed": run.now.owed,
@@ -224,6 +225,8 @@ def data_identity(run: Run) -> dict[str, Any]:
         "num_samples": run.source.num_samples,
         "global_batch_size": run.source.global_batch,
         "batches_per_update": run.source.batches_per_update,
+        "num_batches": run.source.num_batches,
+        "rows_per_batch": run.source.rows_per_batch,
         "kind": run.source.kind,
         "shuffle": run.source.shuffle,
         "samplers": run.source.sampler_names,
@@ -233,6 +236,11 @@ def data_identity(run: Run) -> dict[str, Any]:
         "validation": {name: {"rows": val.num_units, **val.identity} for name, val in run.validation.items()},
         **run.source.identity,
     }
+
+
+def _batches_taken(run: Run) -> int:
+    """The micro-batches of all ranks in the pass in progress."""
+    return run.progress.micro_step * run.engine.data_world_size if run.progress.position else 0
 
 
 # -- restoring
@@ -255,6 +263,8 @@ def restore(run: Run, reader: Reader, tree: Any) -> None:
         engine.load_scaler_state(tree["scaler"])
     optim.weight_per_row.update(tree.get("weight_per_row", {}))
     run.progress.load(tree["progress"])
+    if run.progress.position and isinstance(taken := tree["data"].get("batches_taken"), int):
+        run.progress.micro_step = taken // engine.data_world_size
     run.now.owed = list(tree.get("owed", []))
     _restore_data(run, reader, tree)
     run.journal.latest = decode_mapping(reader, tree["latest"], "latest")
