@@ -25,6 +25,7 @@ from fabricate.metrics.loss_graph import (
     operation_of,
     origin_of,
     parts_of,
+    sizes_before,
     terms_of,
 )
 
@@ -37,6 +38,8 @@ _NON_LINEAR = frozenset(
         *("Maximum", "Minimum", "Max", "Min"),
     }
 )
+_STATISTICS = frozenset({"LinalgVectorNorm", "Norm", "Dist", "Std", "Var", "Median", "Logsumexp"})
+"""Reductions that are not linear in what they reduce."""
 _SELECTIONS = ("IndexBackward0", "IndexSelectBackward0", "GatherBackward0")
 _NEAR = 30
 """The number of operations before a mean that are searched for a mask, and before a loss for means over rows."""
@@ -52,7 +55,20 @@ def is_sum(loss: torch.Tensor, rows: int | None = None) -> bool:
     """Whether `loss`, or one of the terms that it adds up, is a sum over its batch of `rows` rows. A sum that is divided by at least half
     of `rows`, or by any number if `rows` is None, is taken for a mean."""
     terms = terms_of(loss)
+    single = _of_single_rows(terms, rows)
+    if (
+        rows
+        and single
+        and len(single) % rows == 0
+        and not any(d >= rows / 2 for _, divisors in single for d in divisors)
+    ):
+        return True
     return any(_is_sum(node, divisors, rows, alone=len(terms) == 1) for node, divisors in terms)
+
+
+def _of_single_rows(terms: list[tuple[Any, list[float]]], rows: int | None) -> list[tuple[Any, list[float]]]:
+    """Those of the terms of a loss that are computed from one row each of several, as in a loop over rows."""
+    return [term for term in terms if is_of_one_row(term[0], rows)] if rows and rows > 1 else []
 
 
 def _is_sum(node: Any, divisors: list[float], rows: int | None, alone: bool) -> bool:
@@ -70,7 +86,18 @@ def odd_divisor(loss: torch.Tensor, rows: int) -> float | None:
             large = [divisor for divisor in divisors if divisor >= rows / 2]
             if large and not any(is_a_count(divisor, rows, _summed_sizes(node)) for divisor in large):
                 return large[0]
+        elif count := _items_divided_by(node, divisors, rows):
+            return count
     return None
+
+
+def _items_divided_by(node: Any, divisors: list[float], rows: int) -> float | None:
+    """The number of items, such as the boxes of all images, by which a sum over them is divided; None for another operation."""
+    sizes = _summed_sizes(node)
+    sums = operation_of(node) == "Sum" or getattr(node, "_saved_reduction", None) == SUM
+    if not sums or not sizes or sizes[0] % rows == 0 or _is_of_means(node, rows) or _is_of_a_parameter(node, sizes):
+        return None
+    return next((each for each in divisors if each in (sizes[0], math.prod(sizes))), None)
 
 
 def is_a_count(number: float, rows: int, sizes: tuple[int, ...]) -> bool:
@@ -162,9 +189,13 @@ class _Means:
 
     def _of(self, node: Any) -> _Depends:
         """See `visit`. A mean over as many values as rows may be one over tasks, whose losses are means over rows."""
+        if operation_of(node) == "Pow" and node._saved_exponent == 2 and _is_euclidean(inputs_of(node)):
+            return _Depends(self._is_a_statistic(inputs_of(node)[0]))  # a sum of squares
         found = [one for one in map(self.visit, inputs_of(node)) if one.depends]
         depends = bool(found) or self._is_over_rows(node) or self._is_over_a_multiple(node)
         function = next((one.function for one in found if one.function), "")
+        if operation_of(node) in _STATISTICS and self._is_a_statistic(node):
+            depends, function = True, function or operation_of(node)
         if not function and _is_non_linear(node, len(found)):
             function = operation_of(node)
         return _Depends(
@@ -188,6 +219,12 @@ class _Means:
             over = _reduces(node)
         return over and sizes[:1] == (self._rows,) and not _is_of_a_parameter(node, sizes)
 
+    def _is_a_statistic(self, node: Any) -> bool:
+        """Whether an operation of `_STATISTICS` reduces the rows of the batch."""
+        sizes, dims = sizes_before(node), getattr(node, "_saved_dim", None)
+        over = dims is None or bool({0, 2**64 - len(sizes)} & set(dims if isinstance(dims, tuple) else (dims,)))
+        return over and sizes[:1] == (self._rows,) and not _is_of_a_parameter(node, sizes)
+
     def _is_over_a_multiple(self, node: Any) -> bool:
         """Whether an operation is a mean or sum over values of which there are as many for each row, such as the tokens of all rows."""
         sizes = _summed_sizes(node) if self._alone and _reduces(node) else ()
@@ -197,9 +234,8 @@ class _Means:
 def _is_a_layer(node: Any) -> bool:
     """Whether an operation is probably a layer of the model, below which no part of the loss is computed."""
     name = type(node).__name__
-    return name not in _PRODUCTS and any(
-        word in name for word in ("mm", "Mm", "Linear", "Convolution", "Norm", "Embedding")
-    )
+    known = name in _PRODUCTS or operation_of(node) in _STATISTICS
+    return not known and any(word in name for word in ("mm", "Mm", "Linear", "Convolution", "Norm", "Embedding"))
 
 
 def _is_non_linear(node: Any, found: int) -> bool:
@@ -209,6 +245,12 @@ def _is_non_linear(node: Any, found: int) -> bool:
     if hasattr(node, "_saved_reduction"):
         return found > 0  # a loss function of means, such as the mse_loss of mean features
     return (found > 0 and operation_of(node) in _NON_LINEAR) or (found > 1 and operation_of(node) in ("Mul", "Div"))
+
+
+def _is_euclidean(nodes: list[Any]) -> bool:
+    """Whether `nodes` is one operation, the root of a sum of squares."""
+    norms = ("LinalgVectorNorm", "Norm")
+    return len(nodes) == 1 and operation_of(nodes[0]) in norms and getattr(nodes[0], "_saved_ord", 2) == 2
 
 
 def _reduces(node: Any) -> bool:
@@ -232,10 +274,19 @@ def mean_over(loss: torch.Tensor, rows: int | None = None) -> int:
 
 def is_over_a_part(loss: torch.Tensor, rows: int | None = None) -> bool:
     """Whether `loss`, or one of the parts that it combines, is a mean over the part that a mask selects of its batch of `rows` rows, or a
-    sum divided by a tensor, which is probably a count, or a mean over values times weights of mean 1. May wait for the device."""
+    sum divided by a tensor, which is probably a count, or a mean over values times weights of mean 1, or adds up losses of some single
+    rows. May wait for the device."""
+    single = _of_single_rows(terms_of(loss), rows)
+    if rows and single and (len(single) % rows or any(_is_odd(divisors, rows) for _, divisors in single)):
+        return True
     parts = parts_of(loss, rows)
     counts = {node._saved_target.numel() for node in parts if is_mean_cross_entropy(node)}
     return any(_is_over_a_part(node, rows, counts) for node in parts if not (rows and is_of_one_row(node, rows)))
+
+
+def _is_odd(divisors: list[float], rows: int) -> bool:
+    """Whether a number by which the loss of a row is divided seems to be a count, but is none of all rows."""
+    return any(each >= rows / 2 for each in divisors) and not any(each % rows == 0 for each in divisors)
 
 
 def _is_over_a_part(node: Any, rows: int | None, counts: set[int]) -> bool:

@@ -160,9 +160,22 @@ def is_mean_cross_entropy(node: Any) -> bool:
 def is_of_one_row(node: Any, rows: int) -> bool:
     """Whether a result is computed from one of `rows` rows, as in a loop over rows: within `_NEAR_ROW` operations a row is selected."""
     for _ in range(_NEAR_ROW):
-        if type(node).__name__ == "SelectBackward0" and node._saved_dim == 0 and node._saved_self_sym_sizes[0] == rows:
+        if _selects_a_row(node, rows):
             return True
         if len(inputs_of(node)) != 1:  # it may join several rows
             return False
         (node,) = inputs_of(node)
     return False
+
+
+def _selects_a_row(node: Any, rows: int) -> bool:
+    """Whether an operation gives one of `rows` rows, or all of them one by one."""
+    if operation_of(node) == "Unbind":
+        return node._saved_dim == 0 and len(node._input_metadata) == rows
+    return operation_of(node) == "Select" and node._saved_dim == 0 and node._saved_self_sym_sizes[0] == rows
+
+
+def sizes_before(node: Any) -> tuple[int, ...]:
+    """The sizes of the first input of `node`; empty if nothing computed it."""
+    below, number = node.next_functions[0] if node.next_functions else (None, 0)
+    return () if below is None else tuple(below._input_metadata[number].shape)

@@ -286,9 +286,11 @@ def _repeated(run: Run) -> Iterator[str]:
         earlier.append(length)
         if earlier.count(length) == 3:
             same = ", and with rows in the same order" if run.source.shuffle else ""
+            same += ", and with the same random numbers in worker processes" if run.source.in_workers else ""
             yield (
                 "this module is fitted for the third time on data of this length. Each fit begins with new optimizers and schedules"
-                f"{same}. To train for several epochs, call fit once with max_epochs; for folds or rounds that is as it should be"
+                f"{same}. To train for several epochs, call fit once with max_epochs; for folds that is as it should be; "
+                "rounds may need a seed each: Trainer(seed=...)"
             )
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, mse_loss
+from torch.nn.functional import binary_cross_entropy_with_logits, cosine_similarity, cross_entropy, l1_loss, mse_loss
 
 from fabricate import ConfigurationError, Trainer, TrainModule
 from fabricate.metrics.loss_form import (
@@ -291,6 +291,10 @@ def test_a_mean_over_a_selection_by_index_is_over_a_part_unless_it_has_as_many_v
         (lambda: mse_loss(LOGITS, LOGITS.detach() + 1, reduction="sum") / 12 + LOGITS.mean(), 6, 12),
         (lambda: LOGITS.square().mean() / 24, 6, None),
         (lambda: LOGITS.square().sum(), 6, None),
+        (lambda: EACH.mean() + 5 * LOGITS[PLACES].abs().sum() / len(PLACES), 6, len(PLACES)),
+        (lambda: EACH.mean() + l1_loss(LOGITS[PLACES], torch.zeros(4, 5), reduction="sum") / 20, 6, 20),
+        (lambda: EACH.mean() + LOGITS.softmax(1).mean(0).sum() / 5, 6, None),  # of means over rows
+        (lambda: EACH.mean() + torch.ones(4, 5, requires_grad=True).abs().sum() / 4, 6, None),  # of a parameter
     ],
 )
 def test_a_sum_that_is_divided_by_something_else_than_its_rows_is_seen(
@@ -337,6 +341,17 @@ def focused(loss: torch.Tensor) -> torch.Tensor:
         (lambda: sum((each.square().mean().sqrt() for each in LOGITS), torch.zeros(())) / 6, 6, ""),
         (lambda: EACH.mean() + (PARAMETER.square().sum().sqrt() + BIAS.mean().exp()), 6, ""),
         (lambda: EACH.mean() * (-torch.ones((), requires_grad=True)).exp(), 6, ""),  # linear in the mean
+        (lambda: torch.linalg.norm(LOGITS - 1), 6, "LinalgVectorNorm"),
+        (lambda: EACH.mean() + 0.1 * torch.dist(LOGITS, torch.ones(6, 5)), 6, "Dist"),
+        (lambda: 1 - cosine_similarity(EACH, WEIGHTS, dim=0), 6, "LinalgVectorNorm"),
+        (lambda: EACH.mean() / EACH.std(), 6, "Std"),
+        (lambda: (LOGITS.var(0) - 1).mean(), 6, "Var"),
+        (lambda: EACH.median(), 6, "Median"),
+        (lambda: EACH.logsumexp(0) - EACH.mean(), 6, "Logsumexp"),
+        (lambda: torch.linalg.norm(LOGITS - 1) ** 2 / 6, 6, ""),  # a sum of squares
+        (lambda: (1 - cosine_similarity(LOGITS, LOGITS.detach() + 1)).mean(), 6, ""),
+        (lambda: LOGITS.norm(dim=-1).mean() + LOGITS.std(1).mean() + LOGITS.logsumexp(1).mean(), 6, ""),
+        (lambda: EACH.mean() + PARAMETER.norm() + BIAS.std(), 6, ""),
         (lambda: EACH.mean(), 6, ""),
     ],
 )
@@ -344,6 +359,39 @@ def test_a_function_of_a_mean_is_told_from_a_mean_of_functions(
     loss: Callable[[], torch.Tensor], rows: int | None, function: str
 ) -> None:
     assert function_of_a_mean(loss(), rows) == function
+
+
+def looped(chosen: list[int], length: Callable[[int], int] = lambda row: 5) -> torch.Tensor:
+    """The sum of a loss of each of the chosen rows, over its first values."""
+    total = torch.zeros(())
+    for row in chosen:
+        total = total + LOGITS[row][: length(row)].square().mean()
+    return total
+
+
+def summed(lengths: list[int]) -> torch.Tensor:
+    values = [each[:length].abs().sum() for each, length in zip(LOGITS, lengths, strict=True)]
+    return sum(values, torch.zeros(()))
+
+
+@pytest.mark.parametrize(
+    ("loss", "rows", "over_a_part", "sums"),
+    [
+        (lambda: looped([0, 2, 3]) / 3, 6, True, False),
+        (lambda: looped([0, 2, 3]) / 6 + EACH.mean(), 6, True, False),
+        (lambda: summed([1, 2, 3, 4, 5, 4]) / 19, 6, True, False),
+        (lambda: looped(list(range(6))) / 6, 6, False, False),
+        (lambda: 0.5 * looped(list(range(6)), lambda row: 1 + row % 5) / 6 + EACH.mean(), 6, False, False),
+        (lambda: summed([5] * 6) / 30, 6, False, False),
+        (lambda: looped(list(range(6))), 6, False, True),
+        (lambda: looped([0]), 1, False, False),
+        (lambda: looped([0, 1, 2]) / 3, 4, False, False),  # these are no rows
+    ],
+)
+def test_a_loop_over_rows_that_leaves_some_out_is_over_a_part(
+    loss: Callable[[], torch.Tensor], rows: int, over_a_part: bool, sums: bool
+) -> None:
+    assert (is_over_a_part(loss(), rows), is_sum(loss(), rows)) == (over_a_part, sums)
 
 
 class Constant(TrainModule):
