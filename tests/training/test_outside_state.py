@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import collections
 import copy
+import functools
+import itertools
 import types
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -311,6 +313,7 @@ class Nested:
         self.inside = types.SimpleNamespace(memory=Slots(), around=self)
 
 
+OTHERS: list[Any] = [[1, 2], [3, 4]]
 HOLDERS: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
     "Counter": (collections.Counter, lambda it: it.update(a=1)),
     "defaultdict": (lambda: collections.defaultdict(float), lambda it: it.update(a=it["a"] + 1)),
@@ -325,6 +328,18 @@ HOLDERS: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
     "frozenset": (lambda: {"seen": frozenset()}, lambda it: it.update(seen=it["seen"] | {len(it["seen"])})),
     "one slot": (OneSlot, lambda it: setattr(it, "count", it.count + 1)),
     "list three deep": (lambda: {"x": {"y": [0.0]}}, lambda it: it["x"]["y"].append(1.0)),
+    "function": (
+        lambda: types.SimpleNamespace(loss=torch.nn.functional.mse_loss),
+        lambda it: setattr(it, "loss", torch.nn.functional.l1_loss),
+    ),
+    "partial": (
+        lambda: types.SimpleNamespace(loss=functools.partial(torch.nn.functional.huber_loss, delta=1.0)),
+        lambda it: setattr(it, "loss", functools.partial(torch.nn.functional.huber_loss, delta=0.5)),
+    ),
+    "loader": (
+        lambda: types.SimpleNamespace(loader=torch.utils.data.DataLoader(OTHERS[0], batch_size=2)),
+        lambda it: setattr(it, "loader", torch.utils.data.DataLoader(OTHERS[1], batch_size=2)),
+    ),
     "300 tensors in an object": (
         lambda: types.SimpleNamespace(shadow={n: torch.zeros(1) for n in range(300)}),
         lambda it: it.shadow[250].add_(1),
@@ -357,6 +372,72 @@ def test_state_in_any_container_or_object_is_named_once_it_changes(
 
     fit(Holds(), run_dir=tmp_path)
     assert ("note: Holds.held changed since the fit began" in capsys.readouterr().err) == changes
+
+
+class Exchanging(TrainModule):
+    """Exchanges a layer without parameters once, and makes an equal function again in each step."""
+
+    def __init__(self, exchanges: bool) -> None:
+        super().__init__()
+        self.layer, self.activation = torch.nn.Linear(3, 1), torch.nn.ReLU()
+        self.exchanges = exchanges
+
+    def training_step(self, batch: Any) -> torch.Tensor:
+        self.scaled = lambda x: 2 * x
+        return torch.nn.functional.mse_loss(self.scaled(self.activation(self.layer(batch[0]))), batch[1])
+
+    def on_step(self, step: int) -> None:
+        self.late = torch.nn.Identity()
+        if self.exchanges and step == 1:
+            self.activation = torch.nn.Tanh()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=1e-3)
+
+
+@pytest.mark.parametrize("exchanges", [True, False])
+def test_a_layer_that_is_exchanged_is_named(
+    exchanges: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fit(Exchanging(exchanges), run_dir=tmp_path)
+    notes = [line for line in capsys.readouterr().err.splitlines() if "changed since the fit began" in line]
+    named = ["note: Exchanging.activation"] if exchanges else []
+    assert [note.partition(" changed since")[0] for note in notes] == named
+
+
+def endless(items: Any) -> Iterator[Any]:
+    while True:
+        yield from items
+
+
+UNLABELLED: Any = torch.utils.data.DataLoader(torch.zeros(6, 3), batch_size=2)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: iter(UNLABELLED),
+        lambda: endless(UNLABELLED),
+        lambda: itertools.cycle(UNLABELLED),
+        lambda: {"loaders": [itertools.islice(UNLABELLED, 3)]},
+        itertools.count,
+    ],
+)
+def test_an_iterator_that_the_module_reads_from_is_named_with_the_way_to_save_it(
+    make: Callable[[], Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Second(Regression):
+        def __init__(self) -> None:
+            super().__init__()
+            self.second = make()
+
+        def on_step(self) -> None:
+            next(self.second["loaders"][0] if isinstance(self.second, dict) else self.second)
+
+    fit(Second(), run_dir=tmp_path)
+    (note,) = [line for line in capsys.readouterr().err.splitlines() if "changed since the fit began" in line]
+    assert "Second.second" in note
+    assert "Of an iterator, save how many items it gave, and take as many from a new one in on_load" in note
 
 
 def test_large_data_is_compared_by_shape_and_files_are_not_read(tmp_path: Path) -> None:

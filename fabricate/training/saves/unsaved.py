@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
+from functools import partial
+from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
 import numpy as np
 import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
 
 from fabricate.errors import few
 from fabricate.metrics.torchmetrics_objects import is_torchmetric, path_inside
@@ -76,15 +79,15 @@ def note_changed(run: Run) -> None:
         return
     held, unset = run.optim.held, repr(None)  # None and a missing attribute count as the same
     marks = _marks(run)
-    # A network that was made since, for a metric for instance, only counts once it changes.
-    held.update(
-        {name: mark for name, mark in marks.items() if type(mark) is _Weights and held.get(name, unset) == unset}
-    )
+    # A layer, or a network for a metric, that was made since only counts once it changes.
+    new = {name: mark for name, mark in marks.items() if held.get(name, unset) == unset}
+    held.update({name: mark for name, mark in new.items() if isinstance(mark, _Weights | _Kind)})
     if changed := [name for name, mark in marks.items() if held.get(name, unset) not in (mark, _NAMED)]:
         held.update(dict.fromkeys(changed, _NAMED))
         run.journal.note(
             f"{few(changed)} changed since the fit began but is not in the checkpoint, so a resumed run begins with the value "
             f"that the script sets. {_buffers(run)}ave the value in on_save(self, state) and restore it in on_load(self, state)"
+            f"{_ITERATOR if any(_has_iterator(marks[name]) for name in changed) else ''}"
             f"{_OF_DATA if any(map(_is_of_data, changed)) else ''}{_A_CACHE if any('variable ' in name for name in changed) else ''}"
         )
 
@@ -93,6 +96,8 @@ _OF_DATA = (
     ". A data set and a collate_fn have no on_save: keep what their rows depend on in the module or in a plugin; a cache or an open file "
     "needs nothing"
 )
+
+_ITERATOR = ". Of an iterator, save how many items it gave, and take as many from a new one in on_load"
 
 _A_CACHE = ". A variable that is a cache or a record for you needs nothing"
 
@@ -113,6 +118,7 @@ def _held(run: Run) -> Iterator[tuple[str, Any]]:
     if not overrides(run.module, "on_save"):
         for name, child in run.module.named_modules():
             where = f"{type(run.module).__name__}{'.' if name else ''}{name}"
+            yield where, _kind(child)
             yield from _numbers(where, child) if _is_torchs(child) else _attributes(where, child)
         yield from _of_optimizers(list(run.optim.optimizers.values()))
     for name, part in _plugins(run):
@@ -121,7 +127,8 @@ def _held(run: Run) -> Iterator[tuple[str, Any]]:
     assert run.source is not None
     for name, part in data:
         seeded = run.source.resumes == "by replay" or any(part is sampler for sampler in run.source.samplers)
-        yield from _attributes(name, part, seeded=seeded)
+        held = _attributes(name, part, seeded=seeded)
+        yield from ((name, value) for name, value in held if not (seeded and _is_iterator(value)))  # it is made again
     if collating:
         yield from _attributes(*collating[0])
 
@@ -186,6 +193,18 @@ def _made_by_fsdp(kind: type) -> bool:
     return any(base.__module__.startswith("torch.distributed.fsdp") for base in kind.__mro__)
 
 
+def _is_iterator(value: Any) -> bool:
+    """Whether an object is a generator or an iterator of Python, or one over a loader; an open file is another one."""
+    return isinstance(value, Iterator) and type(value).__module__.startswith(
+        ("builtins", "itertools", "torch.utils.data")
+    )
+
+
+def _kind(value: Any) -> type:
+    """The class of an object, before `fully_shard` changed it."""
+    return next(kind for kind in type(value).__mro__ if not _made_by_fsdp(kind))
+
+
 def _set_by_epoch(value: Any) -> tuple[str, ...]:
     """The attributes that `set_epoch` of an object sets, as the names in its code say: it is called in every epoch, after a resume too."""
     set_epoch = getattr(value, "set_epoch", None)
@@ -199,8 +218,7 @@ def _set_by_epoch(value: Any) -> tuple[str, ...]:
 def _attributes(owner: str, value: Any, *, seeded: bool = False) -> Iterator[tuple[str, Any]]:
     """The attributes of an object of the user's class. `seeded`: whether a generator named "generator" is seeded in each epoch, and is
     therefore left out."""
-    kind = next(kind for kind in type(value).__mro__ if not _made_by_fsdp(kind))
-    package = kind.__module__.partition(".")[0]
+    package = _kind(value).__module__.partition(".")[0]
     if package in LIBRARIES:
         return
     follows = _set_by_epoch(value)
@@ -241,6 +259,18 @@ read."""
 
 class _Weights(list[Any]):
     """The fingerprint of a network."""
+
+
+class _Kind(str):
+    """The fingerprint of a function or a class: what its code is."""
+
+
+def _has_iterator(mark: Any) -> bool:
+    return isinstance(mark, _Advancing) or (isinstance(mark, list) and any(map(_has_iterator, mark)))
+
+
+class _Advancing:
+    """The fingerprint of an iterator, whose position cannot be seen: it is equal to no other."""
 
 
 def _marks(run: Run) -> dict[str, Any]:
@@ -290,6 +320,14 @@ class _Fingerprint:
         """The fingerprint of `value`; None for an object that is not looked into."""
         if isinstance(value, torch.Tensor | np.ndarray | _PLAIN):
             return self._of_plain(value)
+        if isinstance(value, FunctionType | BuiltinFunctionType | MethodType | type):
+            return _Kind(f"{value.__module__}.{value.__qualname__} {id(getattr(value, '__code__', None))}")
+        if isinstance(value, partial):
+            return [self.of(each) for each in (value.func, value.args, value.keywords)]
+        if _is_iterator(value):
+            return _Advancing()
+        if isinstance(value, DataLoader):
+            return id(value.dataset)
         if isinstance(value, torch.nn.Module):  # such as a copy of the network that follows it, outside of the module
             return _Weights(map(self.of, (*value.parameters(), *value.buffers())))
         known = id(value) in self._saved or id(value) in self._open
