@@ -356,12 +356,11 @@ class FSDP(Strategy):
     def prepare_optimizers(
         self, model: torch.nn.Module, optimizers: Mapping[str, torch.optim.Optimizer]
     ) -> torch.nn.Module:
-        import torch
-
         for name, optimizer in optimizers.items():
-            libraries = {kind.__module__.partition(".")[0] for kind in type(optimizer).__mro__}
-            if isinstance(optimizer, torch.optim.Adafactor) or "bitsandbytes" in libraries:
-                kind = f"{'bitsandbytes' if 'bitsandbytes' in libraries else 'torch'}.optim.{type(optimizer).__name__}"
+            classes = [(kind.__module__.partition(".")[0], kind.__name__) for kind in type(optimizer).__mro__]
+            refused = [library for library, kind in classes if library == "bitsandbytes" or kind == "Adafactor"]
+            if refused:
+                kind = f"{refused[0]}{'' if refused[0] == 'transformers' else '.optim'}.{type(optimizer).__name__}"
                 raise ConfigurationError(
                     f"strategy='fsdp' with {kind} (optimizer {name!r}): this optimizer does not support sharded "
                     "parameters; choose one that updates each element independently, AdamW for instance, or strategy='ddp'"

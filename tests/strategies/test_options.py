@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file
 from torch.nn.functional import mse_loss
 from torch.utils.data import TensorDataset
@@ -637,4 +638,8 @@ def test_an_optimizer_that_takes_no_shards_is_refused_under_fsdp(
         ConfigurationError, match=r"torch.optim.Adafactor \(optimizer 'main'\): this optimizer does not sup"
     ):
         FSDP().prepare_optimizers(layer, {"main": torch.optim.Adafactor(layer.parameters())})
+    with pytest.raises(
+        ConfigurationError, match=r"transformers.Adafactor \(optimizer 'main'\): this optimizer does not sup"
+    ):
+        FSDP().prepare_optimizers(layer, {"main": transformers.Adafactor(layer.parameters())})
     assert FSDP().prepare_optimizers(layer, {"main": torch.optim.AdamW(layer.parameters())}) is layer

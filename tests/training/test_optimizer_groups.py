@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from fabricate import Callback, ConfigurationError, FitResult, Trainer, TrainModule
+from fabricate import Callback, CheckpointError, ConfigurationError, FitResult, Trainer, TrainModule
 from fabricate.checkpoint.format.directory import Reader
 from fabricate.checkpoint.state.logical import read_whole
 
@@ -53,6 +53,23 @@ def test_a_group_that_a_hook_adds_is_clipped_and_normalised_from_the_next_update
     fit(module, max_grad_norm=1e-3, gradient_accumulation_steps=2)
     moved = torch.nn.utils.parameters_to_vector(module.second.parameters()).detach() - before
     assert 1e-5 < float(moved.norm()) <= 1e-3 + 1e-6
+
+
+def test_the_error_of_a_resume_without_the_added_group_names_the_way_that_can_be_resumed(tmp_path: Path) -> None:
+    fit(Staged("on_step"), run_dir=tmp_path)
+    with pytest.raises(CheckpointError, match=r"has 2 groups of 4 .* this run has 1 groups of 2, .* with UnfreezeAt"):
+        fit(Staged("on_step"), 4, run_dir=tmp_path)
+
+
+def test_the_error_of_a_resume_without_a_buffer_that_a_step_made_names_the_remedy(tmp_path: Path) -> None:
+    class Late(Free):
+        def training_step(self, batch: Any) -> torch.Tensor:
+            self.register_buffer("mean", batch[0].mean(0))
+            return super().training_step(batch)
+
+    fit(Late(), run_dir=tmp_path)
+    with pytest.raises(CheckpointError, match=r"the module lacks model/mean\. .* make it in __init__, with its shape"):
+        fit(Late(), 4, run_dir=tmp_path)
 
 
 def test_the_gradients_of_a_layer_that_a_hook_adds_are_those_of_one_update() -> None:

@@ -602,6 +602,20 @@ def test_samplers_optimizers_and_plugins_are_looked_at_and_what_changes_late_is_
     assert second.startswith("note: Late.stage changed")
 
 
+def test_the_module_itself_is_named_if_its_extra_state_is_not_saved(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Extra(Regression):
+        def get_extra_state(self) -> Any:
+            return self.seen
+
+        def set_extra_state(self, state: Any) -> None:
+            self.seen = state
+
+    fit(Extra(), run_dir=tmp_path)
+    assert "not in checkpoints: what get_extra_state gives of Extra. Save" in capsys.readouterr().out
+
+
 def test_a_plugin_of_ones_own_distribution_is_looked_at_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     class Mean(Counting):
         __module__ = "fabricate_mine.callback"  # as the page about plugins names distributions

@@ -378,7 +378,8 @@ def _check_complete(
     if missing or surplus:
         raise CheckpointError(
             f"checkpoint {reader.path} does not fit this module: the checkpoint lacks {_some(missing)}, and the module lacks "
-            f"{_some(surplus)}. Build the module with the same arguments"
+            f"{_some(surplus)}. Build the module with the same arguments. What a step or hook makes later is not there when a run resumes: "
+            "make it in __init__, with its shape (torch.empty)"
         )
 
 
@@ -449,8 +450,8 @@ def compare_optimizer(
             f"{where}: the checkpoint has {len(saved['groups'])} groups of {sum(len(g['names']) for g in saved['groups'])} "
             "parameters in all, this "
             f"run has {len(live)} groups of {sum(map(len, live))}, or the parameters are in another order (frozen parameters "
-            "are in no group). Build the optimizer as before, "
-            "or resume='never'"
+            "are in no group). Build the optimizer as before, or resume='never'. A group that a hook adds (add_param_group) is not there "
+            "when a run resumes: give the optimizer all parameters, and train those of a layer later with UnfreezeAt"
         )
 
 

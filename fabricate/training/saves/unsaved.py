@@ -38,7 +38,8 @@ def unsaved_notes(run: Run) -> list[str]:
 
 def _extra_state(run: Run) -> Iterator[str]:
     own = torch.nn.Module.get_extra_state
-    layers = [name for name, child in run.module.named_modules() if type(child).get_extra_state is not own]
+    found = [name for name, child in run.module.named_modules() if type(child).get_extra_state is not own]
+    layers = [name or type(run.module).__name__ for name in found]
     if layers and not overrides(run.module, "on_save"):
         yield (
             f"not in checkpoints: what get_extra_state gives of {few(layers)}. Save it in on_save(self, state) and put it back in "
