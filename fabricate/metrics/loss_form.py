@@ -189,18 +189,16 @@ class _Means:
 
     def _of(self, node: Any) -> _Depends:
         """See `visit`. A mean over as many values as rows may be one over tasks, whose losses are means over rows."""
-        if operation_of(node) == "Pow" and node._saved_exponent == 2 and _is_euclidean(inputs_of(node)):
-            return _Depends(self._is_a_statistic(inputs_of(node)[0]))  # a sum of squares
+        if _is_a_sum_of_squares(node):
+            return _Depends(self._is_a_statistic(inputs_of(node)[0]))
         found = [one for one in map(self.visit, inputs_of(node)) if one.depends]
-        depends = bool(found) or self._is_over_rows(node) or self._is_over_a_multiple(node)
+        is_statistic = self._is_a_statistic(node)
+        depends = bool(found) or is_statistic or self._is_over_rows(node) or self._is_over_a_multiple(node)
         function = next((one.function for one in found if one.function), "")
-        if operation_of(node) in _STATISTICS and self._is_a_statistic(node):
-            depends, function = True, function or operation_of(node)
-        if not function and _is_non_linear(node, len(found)):
+        if not function and (is_statistic or _is_non_linear(node, len(found))):
             function = operation_of(node)
-        return _Depends(
-            depends, function, any(one.is_ratio for one in found) or (bool(found) and self._is_a_ratio(node))
-        )
+        is_ratio = any(one.is_ratio for one in found) or (bool(found) and self._is_a_ratio(node))
+        return _Depends(depends, function, is_ratio)
 
     def _is_a_ratio(self, node: Any) -> bool:
         """Whether an operation divides a sum over rows by a tensor without gradient other than the number of rows. Waits for the device."""
@@ -220,7 +218,9 @@ class _Means:
         return over and sizes[:1] == (self._rows,) and not _is_of_a_parameter(node, sizes)
 
     def _is_a_statistic(self, node: Any) -> bool:
-        """Whether an operation of `_STATISTICS` reduces the rows of the batch."""
+        """Whether an operation is one of `_STATISTICS` over the rows of the batch."""
+        if operation_of(node) not in _STATISTICS:
+            return False
         sizes, dims = sizes_before(node), getattr(node, "_saved_dim", None)
         over = dims is None or bool({0, 2**64 - len(sizes)} & set(dims if isinstance(dims, tuple) else (dims,)))
         return over and sizes[:1] == (self._rows,) and not _is_of_a_parameter(node, sizes)
@@ -247,10 +247,12 @@ def _is_non_linear(node: Any, found: int) -> bool:
     return (found > 0 and operation_of(node) in _NON_LINEAR) or (found > 1 and operation_of(node) in ("Mul", "Div"))
 
 
-def _is_euclidean(nodes: list[Any]) -> bool:
-    """Whether `nodes` is one operation, the root of a sum of squares."""
-    norms = ("LinalgVectorNorm", "Norm")
-    return len(nodes) == 1 and operation_of(nodes[0]) in norms and getattr(nodes[0], "_saved_ord", 2) == 2
+def _is_a_sum_of_squares(node: Any) -> bool:
+    """Whether an operation is the square of a Euclidean norm."""
+    if type(node).__name__ != "PowBackward0" or node._saved_exponent != 2:
+        return False
+    (norm,) = inputs_of(node)
+    return operation_of(norm) in ("LinalgVectorNorm", "Norm") and getattr(norm, "_saved_ord", 2) == 2
 
 
 def _reduces(node: Any) -> bool:

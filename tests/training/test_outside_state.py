@@ -19,6 +19,7 @@ import torchmetrics
 
 from fabricate import Callback, FitResult, Trainer, TrainModule
 from fabricate.training.saves import unsaved
+from fabricate.training.saves.marks import Fingerprint
 
 ROWS = [(torch.full((3,), float(row)), torch.tensor([float(row)])) for row in range(8)]
 
@@ -442,11 +443,11 @@ def test_an_iterator_that_the_module_reads_from_is_named_with_the_way_to_save_it
 
 def test_large_data_is_compared_by_shape_and_files_are_not_read(tmp_path: Path) -> None:
     held = [np.zeros(2**20) for _ in range(50)]
-    fingerprint = unsaved._Fingerprint(set()).of([np.zeros(2**22), *held, np.zeros(3), "a" * 2**25])
+    fingerprint = Fingerprint(set()).of([np.zeros(2**22), *held, np.zeros(3), "a" * 2**25])
     assert [shape for shape, content in fingerprint[:-1] if content is not None] == [(2**20,), (2**20,), (3,)]
     assert fingerprint[-1] == 2**25
     in_file = np.memmap(tmp_path / "rows", dtype=np.uint8, mode="w+", shape=(8,))
-    assert unsaved._Fingerprint(set()).of(in_file) == ((8,), None)
+    assert Fingerprint(set()).of(in_file) == ((8,), None)
 
 
 class Difficult:
@@ -600,6 +601,35 @@ def test_samplers_optimizers_and_plugins_are_looked_at_and_what_changes_late_is_
     assert "Late.seen, Late.mean, Pausing.steps, Counting.steps" in first
     assert "Order (train).passes" in first or "and 1 more" in first
     assert second.startswith("note: Late.stage changed")
+
+
+def test_what_a_data_set_holds_and_a_plugin_saves_is_not_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Labels(torch.utils.data.TensorDataset):
+        def __init__(self) -> None:
+            super().__init__(*map(torch.stack, zip(*ROWS, strict=True)))
+            self.guessed, self.other = torch.zeros(8), torch.zeros(8)
+
+    class Guesses(Callback):
+        def on_step(self) -> None:
+            data.guessed.add_(1)
+            data.other.add_(1)
+            memory["rounds"] += 1
+
+        def on_save(self, state: dict[str, Any]) -> None:
+            state["labels"], state["memory"] = data.guessed.clone(), dict(memory)
+
+        def on_load(self, state: dict[str, Any]) -> None:
+            data.guessed.copy_(state["labels"])
+            memory.update(state["memory"])
+
+    data, memory = Labels(), {"rounds": 0}
+    fit(Regression(), run_dir=tmp_path, train=data, plugins=[Guesses()])
+    notes = " ".join(line for line in capsys.readouterr().err.splitlines() if "changed since the fit began" in line)
+    assert "Labels (train).other" in notes
+    assert "guessed" not in notes
+    assert "memory" not in notes
 
 
 def test_the_module_itself_is_named_if_its_extra_state_is_not_saved(

@@ -6,25 +6,21 @@ have changed. Must not know: the content of checkpoints (`saved_state`).
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator
-from functools import partial
-from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
-import numpy as np
 import torch
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import DataLoader
 
+from fabricate.data.identity import names_in
 from fabricate.errors import few
 from fabricate.metrics.torchmetrics_objects import is_torchmetric, path_inside
 from fabricate.module import overrides
 from fabricate.optim.optimizers import inner_optimizers
 from fabricate.optim.schedules import captured
 from fabricate.seeding import is_generator
-from fabricate.training.saves.attributes import LIBRARIES, OURS, is_users, variables
+from fabricate.training.saves.attributes import LIBRARIES, OURS, is_users
+from fabricate.training.saves.marks import Kind, Weights, has_iterator, is_iterator, mark_of
 from fabricate.training.saves.reachable import Reachable
 from fabricate.training.state.run_state import Run
 
@@ -82,13 +78,13 @@ def note_changed(run: Run) -> None:
     marks = _marks(run)
     # A layer, or a network for a metric, that was made since only counts once it changes.
     new = {name: mark for name, mark in marks.items() if held.get(name, unset) == unset}
-    held.update({name: mark for name, mark in new.items() if isinstance(mark, _Weights | _Kind)})
+    held.update({name: mark for name, mark in new.items() if isinstance(mark, Weights | Kind)})
     if changed := [name for name, mark in marks.items() if held.get(name, unset) not in (mark, _NAMED)]:
         held.update(dict.fromkeys(changed, _NAMED))
         run.journal.note(
             f"{few(changed)} changed since the fit began but is not in the checkpoint, so a resumed run begins with the value "
             f"that the script sets. {_buffers(run)}ave the value in on_save(self, state) and restore it in on_load(self, state)"
-            f"{_ITERATOR if any(_has_iterator(marks[name]) for name in changed) else ''}"
+            f"{_ITERATOR if any(has_iterator(marks[name]) for name in changed) else ''}"
             f"{_OF_DATA if any(map(_is_of_data, changed)) else ''}{_A_CACHE if any('variable ' in name for name in changed) else ''}"
         )
 
@@ -129,7 +125,7 @@ def _held(run: Run) -> Iterator[tuple[str, Any]]:
     for name, part in data:
         seeded = run.source.resumes == "by replay" or any(part is sampler for sampler in run.source.samplers)
         held = _attributes(name, part, seeded=seeded)
-        yield from ((name, value) for name, value in held if not (seeded and _is_iterator(value)))  # it is made again
+        yield from ((name, value) for name, value in held if not (seeded and is_iterator(value)))  # it is made again
     if collating:
         yield from _attributes(*collating[0])
 
@@ -194,13 +190,6 @@ def _made_by_fsdp(kind: type) -> bool:
     return any(base.__module__.startswith("torch.distributed.fsdp") for base in kind.__mro__)
 
 
-def _is_iterator(value: Any) -> bool:
-    """Whether an object is a generator or an iterator of Python, or one over a loader; an open file is another one."""
-    return isinstance(value, Iterator) and type(value).__module__.startswith(
-        ("builtins", "itertools", "torch.utils.data")
-    )
-
-
 def _kind(value: Any) -> type:
     """The class of an object, before `fully_shard` changed it."""
     return next(kind for kind in type(value).__mro__ if not _made_by_fsdp(kind))
@@ -248,30 +237,6 @@ def _numbers(owner: str, layer: torch.nn.Module) -> Iterator[tuple[str, Any]]:
 
 _NAMED = object()
 """Marks a value that a note has already named."""
-_PLAIN = bool | int | float | complex | str | bytes | bytearray | None | np.generic
-_COLLECTIONS = (list, tuple, dict, set, frozenset, deque)
-_MOST_ITEMS, _DEEPEST = 20_000, 6
-"""The limits of a fingerprint: of a collection with which it would have more items, or that is deeper inside, only the length is
-compared."""
-_MOST_BYTES, _SMALL = 2**24, 2**10
-"""Of arrays and texts that are larger together, only the shape or length is compared, but of small ones all. Arrays in files are not
-read."""
-
-
-class _Weights(list[Any]):
-    """The fingerprint of a network."""
-
-
-class _Kind(str):
-    """The fingerprint of a function or a class: what its code is."""
-
-
-def _has_iterator(mark: Any) -> bool:
-    return isinstance(mark, _Advancing) or (isinstance(mark, list) and any(map(_has_iterator, mark)))
-
-
-class _Advancing:
-    """The fingerprint of an iterator, whose position cannot be seen: it is equal to no other."""
 
 
 def _marks(run: Run) -> dict[str, Any]:
@@ -285,16 +250,23 @@ def _marks(run: Run) -> dict[str, Any]:
         id(each) for source in run.validation.values() for each in (source.data, getattr(source.data, "dataset", None))
     }
     held = [*_held(run), *_reachable(run).variables.items()]
-    marks = {name: _mark(value, saved) for name, value in held if id(value) not in saved}
+    kept = _named_in_on_save(run)
+    left = [(name, value) for name, value in held if id(value) not in saved and not _is_kept(name, kept)]
+    marks = {name: mark_of(value, saved) for name, value in left}
     return {name: mark for name, mark in marks.items() if mark is not None}
 
 
-def _mark(value: Any, saved: set[int]) -> Any:
-    """A fingerprint of `value`; None for an object that is not looked into."""
-    try:
-        return _Fingerprint(saved).of(value)
-    except Exception:  # an object that cannot be looked at, such as a proxy of one that is gone
-        return None
+def _named_in_on_save(run: Run) -> set[str]:
+    """The names in the code of `on_save` of the module and of plugins, which may save what data sets and global variables hold."""
+    objects = [run.module, *(plugin for _, plugin in run.calls.manager.list_name_plugin())]
+    codes = [getattr(getattr(type(each), "on_save", None), "__code__", None) for each in objects]
+    return {name for code in codes if code is not None for name in names_in(code)}
+
+
+def _is_kept(name: str, named: set[str]) -> bool:
+    """Whether the value called `name` in messages, of a data set or a variable, is among those `named` in an `on_save`."""
+    last = name.rpartition("variable ")[2].partition(" of ")[0].rpartition(".")[2]
+    return (_is_of_data(name) or "variable " in name) and last in named
 
 
 def _schedulers(run: Run) -> set[int]:
@@ -305,69 +277,3 @@ def _schedulers(run: Run) -> set[int]:
         ids.add(id(scheduler))
         pending += getattr(scheduler, "_schedulers", ())
     return ids
-
-
-class _Fingerprint:
-    """Makes a fingerprint of a value that differs after the value, or something inside it, has changed."""
-
-    def __init__(self, saved: set[int]) -> None:
-        """`saved`: the ids of what checkpoints hold, whose content does not count, because a plugin may keep a list of the parameters."""
-        self._saved = saved
-        self._left, self._bytes = _MOST_ITEMS, _MOST_BYTES
-        self._open: set[int] = set()
-        """The ids of the values around the current one, to which it may refer."""
-
-    def of(self, value: Any) -> Any:
-        """The fingerprint of `value`; None for an object that is not looked into."""
-        if isinstance(value, torch.Tensor | np.ndarray | _PLAIN):
-            return self._of_plain(value)
-        if isinstance(value, FunctionType | BuiltinFunctionType | MethodType | type):
-            return _Kind(f"{value.__module__}.{value.__qualname__} {id(getattr(value, '__code__', None))}")
-        if isinstance(value, partial):
-            return [self.of(each) for each in (value.func, value.args, value.keywords)]
-        if _is_iterator(value):
-            return _Advancing()
-        if isinstance(value, DataLoader):
-            return id(value.dataset)
-        if isinstance(value, torch.nn.Module):  # such as a copy of the network that follows it, outside of the module
-            return _Weights(map(self.of, (*value.parameters(), *value.buffers())))
-        known = id(value) in self._saved or id(value) in self._open
-        items = None if known else _items(value)
-        if items is None:
-            return type(value).__name__ if known or self._open else None
-        if len(items) > self._left or len(self._open) == _DEEPEST:
-            return len(items)
-        self._left -= len(items)
-        self._open.add(id(value))
-        marks = list(map(self.of, items))
-        self._open.remove(id(value))
-        return sorted(map(repr, marks)) if isinstance(value, set | frozenset) else marks
-
-    def _of_plain(self, value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            changes = not value.is_inference() and id(value) not in self._saved
-            return id(value), value._version if changes else None
-        if isinstance(value, np.ndarray):
-            read = value.dtype != object and not isinstance(value, np.memmap) and self._has_room(value.nbytes)
-            return value.shape, hash(value.tobytes()) if read else None
-        if isinstance(value, str | bytes | bytearray) and not self._has_room(len(value)):
-            return len(value)
-        return repr(value)
-
-    def _has_room(self, size: int) -> bool:
-        if size > max(self._bytes, _SMALL):
-            return False
-        self._bytes -= size
-        return True
-
-
-def _items(value: Any) -> list[Any] | None:
-    """What of an object can change: the items of a collection, the state of an optimizer, the attributes of a scheduler and of an object of
-    the user's class. None for other objects."""
-    if isinstance(value, Optimizer):
-        value = dict(value.state)
-    elif isinstance(value, LRScheduler):
-        value = vars(value)
-    elif not isinstance(value, _COLLECTIONS):
-        value = variables(value)
-    return [*value, *value.values()] if isinstance(value, dict) else None if value is None else list(value)
