@@ -84,9 +84,18 @@ def note_changed(run: Run) -> None:
         run.journal.note(
             f"{few(changed)} changed since the fit began but is not in the checkpoint, so a resumed run begins with the value "
             f"that the script sets. {_buffers(run)}ave the value in on_save(self, state) and restore it in on_load(self, state)"
-            f"{_ITERATOR if any(has_iterator(marks[name]) for name in changed) else ''}"
-            f"{_OF_DATA if any(map(_is_of_data, changed)) else ''}{_A_CACHE if any('variable ' in name for name in changed) else ''}"
+            f"{_advice(changed, [marks[name] for name in changed])}"
         )
+
+
+def _advice(changed: list[str], marks: list[Any]) -> str:
+    """What to do with values of some kinds, by the names of those that changed and their fingerprints."""
+    kinds = {
+        _ITERATOR: any(map(has_iterator, marks)),
+        _OF_DATA: any(map(_is_of_data, changed)),
+        _A_CACHE: any("variable " in name for name in changed),
+    }
+    return "".join(text for text, is_there in kinds.items() if is_there)
 
 
 _OF_DATA = (
