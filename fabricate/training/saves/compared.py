@@ -43,10 +43,12 @@ def _surplus_updates(run: Run, resume: str) -> int:
         # `choose` reports what is damaged
         with contextlib.suppress(CheckpointError, OSError), Reader(format.find(path)) as reader:
             tree = shared_state(reader)
+            if "progress" not in tree:
+                return 0
             data = tree["data"]
             in_batches = (data.get("num_batches"), data.get("batches_per_update"))
             then = _Epoch.of((data["num_samples"], data["global_batch_size"]), in_batches)
-            if "progress" not in tree or then is None:
+            if then is None:
                 return 0
             epoch, position = int(tree["progress"]["epoch"]), int(tree["progress"]["position"])
             if not then.in_rows:
