@@ -238,8 +238,11 @@ def data_identity(run: Run) -> dict[str, Any]:
     }
 
 
-def _batches_taken(run: Run) -> int:
-    """The micro-batches of all ranks in the pass in progress."""
+def _batches_taken(run: Run) -> int | None:
+    """The batches of the pass in progress that all ranks have read, if these are the user's."""
+    assert run.source is not None
+    if run.source.batches_per_update is None:
+        return None
     return run.progress.micro_step * run.engine.data_world_size if run.progress.position else 0
 
 
