@@ -86,7 +86,7 @@ def odd_divisor(loss: torch.Tensor, rows: int) -> float | None:
             large = [divisor for divisor in divisors if divisor >= rows / 2]
             if large and not any(is_a_count(divisor, rows, _summed_sizes(node)) for divisor in large):
                 return large[0]
-        elif count := _items_divided_by(node, divisors, rows):
+        elif not is_of_one_row(node, rows) and (count := _items_divided_by(node, divisors, rows)):
             return count
     return None
 
@@ -95,7 +95,7 @@ def _items_divided_by(node: Any, divisors: list[float], rows: int) -> float | No
     """The number of items, such as the boxes of all images, by which a sum over them is divided; None for another operation."""
     sizes = _summed_sizes(node)
     sums = operation_of(node) == "Sum" or getattr(node, "_saved_reduction", None) == SUM
-    if not sums or not sizes or sizes[0] % rows == 0 or _is_of_means(node, rows) or _is_of_a_parameter(node, sizes):
+    if not sums or not sizes or sizes[0] % rows == 0 or not any(_takes_from_rows(each, rows) for each in _near(node)):
         return None
     return next((each for each in divisors if each in (sizes[0], math.prod(sizes))), None)
 
@@ -107,6 +107,14 @@ def is_a_count(number: float, rows: int, sizes: tuple[int, ...]) -> bool:
     for size in sizes[1:]:
         possible |= {each * size for each in possible}
     return any(math.isclose(number, each, rel_tol=1e-6) for each in possible)
+
+
+def _takes_from_rows(node: Any, rows: int) -> bool:
+    """Whether an operation selects items of a tensor with `rows` rows, or joins those of single rows, such as the boxes of all images."""
+    if operation_of(node) in ("Index", "IndexSelect", "Gather", "MaskedSelect"):
+        return sizes_before(node)[:1] == (rows,)
+    joined = inputs_of(node) if operation_of(node) in ("Cat", "Stack") else []
+    return bool(joined) and is_of_one_row(joined[0], rows)
 
 
 def _summed_sizes(node: Any) -> tuple[int, ...]:
@@ -249,10 +257,13 @@ def _is_non_linear(node: Any, found: int) -> bool:
 
 def _is_a_sum_of_squares(node: Any) -> bool:
     """Whether an operation is the square of a Euclidean norm."""
-    if type(node).__name__ != "PowBackward0" or node._saved_exponent != 2:
+    below = inputs_of(node)
+    if type(node).__name__ == "PowBackward0" and node._saved_exponent == 2:
+        below *= 2
+    elif operation_of(node) != "Mul":
         return False
-    (norm,) = inputs_of(node)
-    return operation_of(norm) in ("LinalgVectorNorm", "Norm") and getattr(norm, "_saved_ord", 2) == 2
+    same = len(below) == 2 and below[0] == below[1]
+    return same and operation_of(below[0]) in ("LinalgVectorNorm", "Norm") and getattr(below[0], "_saved_ord", 2) == 2
 
 
 def _reduces(node: Any) -> bool:
@@ -279,16 +290,19 @@ def is_over_a_part(loss: torch.Tensor, rows: int | None = None) -> bool:
     sum divided by a tensor, which is probably a count, or a mean over values times weights of mean 1, or adds up losses of some single
     rows. May wait for the device."""
     single = _of_single_rows(terms_of(loss), rows)
-    if rows and single and (len(single) % rows or any(_is_odd(divisors, rows) for _, divisors in single)):
+    if rows and len(single) > 1 and any(_is_odd(divisors, rows, len(single)) for _, divisors in single):
         return True
     parts = parts_of(loss, rows)
     counts = {node._saved_target.numel() for node in parts if is_mean_cross_entropy(node)}
     return any(_is_over_a_part(node, rows, counts) for node in parts if not (rows and is_of_one_row(node, rows)))
 
 
-def _is_odd(divisors: list[float], rows: int) -> bool:
-    """Whether a number by which the loss of a row is divided seems to be a count, but is none of all rows."""
-    return any(each >= rows / 2 for each in divisors) and not any(each % rows == 0 for each in divisors)
+def _is_odd(divisors: list[float], rows: int, terms: int) -> bool:
+    """Whether a loss that adds up `terms` losses of single rows is no mean over all `rows` rows: some are missing, or it is divided by
+    another count."""
+    if any(each % rows == 0 for each in divisors):
+        return False
+    return terms % rows != 0 or any(each >= rows / 2 for each in divisors)
 
 
 def _is_over_a_part(node: Any, rows: int | None, counts: set[int]) -> bool:

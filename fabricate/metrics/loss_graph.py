@@ -169,7 +169,10 @@ def is_of_one_row(node: Any, rows: int) -> bool:
 
 
 def _selects_a_row(node: Any, rows: int) -> bool:
-    """Whether an operation gives one of `rows` rows, or all of them one by one."""
+    """Whether an operation gives one of `rows` rows of a result, or all of them one by one. A parameter and a stack of results have
+    none."""
+    if any(type(each).__name__ in ("AccumulateGrad", "StackBackward0") for each in inputs_of(node)):
+        return False
     if operation_of(node) == "Unbind":
         return node._saved_dim == 0 and len(node._input_metadata) == rows
     return operation_of(node) == "Select" and node._saved_dim == 0 and node._saved_self_sym_sizes[0] == rows

@@ -140,7 +140,7 @@ def _masked(mask: torch.Tensor) -> torch.Tensor:
 
 
 EACH, WEIGHTS = LOGITS.square().mean(1), torch.linspace(0.1, 3.0, 6)
-TASKS = torch.ones(5, requires_grad=True)
+TASKS, ZERO = torch.ones(5, requires_grad=True), torch.zeros(())
 COUNTS = (LOGITS > 0).sum(0)
 """A label is missing in some tasks of some rows."""
 
@@ -295,6 +295,14 @@ def test_a_mean_over_a_selection_by_index_is_over_a_part_unless_it_has_as_many_v
         (lambda: EACH.mean() + l1_loss(LOGITS[PLACES], torch.zeros(4, 5), reduction="sum") / 20, 6, 20),
         (lambda: EACH.mean() + LOGITS.softmax(1).mean(0).sum() / 5, 6, None),  # of means over rows
         (lambda: EACH.mean() + torch.ones(4, 5, requires_grad=True).abs().sum() / 4, 6, None),  # of a parameter
+        (lambda: EACH.mean() + torch.cat([LOGITS[row][:3] for row in range(5)]).abs().sum() / 15, 6, 15),
+        (lambda: EACH.mean() + (PARAMETER @ PARAMETER.T)[:4].square().sum() / 4, 6, None),
+        (lambda: EACH.mean() + torch.nn.Linear(2, 3)(torch.ones(101, 2)).square().sum() / 101, 6, None),
+        (
+            lambda: sum((each[: 1 + n % 4].abs().sum() / (1 + n % 4) for n, each in enumerate(LOGITS)), ZERO) / 6,
+            6,
+            None,
+        ),
     ],
 )
 def test_a_sum_that_is_divided_by_something_else_than_its_rows_is_seen(
@@ -349,6 +357,9 @@ def focused(loss: torch.Tensor) -> torch.Tensor:
         (lambda: EACH.median(), 6, "Median"),
         (lambda: EACH.logsumexp(0) - EACH.mean(), 6, "Logsumexp"),
         (lambda: torch.linalg.norm(LOGITS - 1) ** 2 / 6, 6, ""),  # a sum of squares
+        (lambda: (norm := torch.linalg.norm(LOGITS - 1)) * norm / 6, 6, ""),
+        (lambda: (LOGITS.sigmoid() ** LOGITS.detach()).mean() + (2**-EACH).mean(), 6, ""),
+        (lambda: (EACH ** torch.tensor([1.0, 2.0] * 3)).mean() * torch.ones(()) ** SCALE, 6, ""),
         (lambda: (1 - cosine_similarity(LOGITS, LOGITS.detach() + 1)).mean(), 6, ""),
         (lambda: LOGITS.norm(dim=-1).mean() + LOGITS.std(1).mean() + LOGITS.logsumexp(1).mean(), 6, ""),
         (lambda: EACH.mean() + PARAMETER.norm() + BIAS.std(), 6, ""),
@@ -378,7 +389,11 @@ def summed(lengths: list[int]) -> torch.Tensor:
     ("loss", "rows", "over_a_part", "sums"),
     [
         (lambda: looped([0, 2, 3]) / 3, 6, True, False),
-        (lambda: looped([0, 2, 3]) / 6 + EACH.mean(), 6, True, False),
+        (lambda: looped([0, 2, 3]) / 2 + EACH.mean(), 6, True, False),
+        (lambda: looped([0, 2, 3]) / 6 + EACH.mean(), 6, False, False),  # those that are left out count as zero
+        (lambda: looped([4]) / 3 + EACH.mean(), 6, False, False),  # such as the state of the last layer
+        (lambda: sum(((-each).exp() * EACH.mean() + each for each in BIAS), ZERO), 6, False, False),  # of a parameter
+        (lambda: (pair := torch.stack([EACH.mean(), LOGITS.mean()]))[0] + pair[1], 2, False, False),
         (lambda: summed([1, 2, 3, 4, 5, 4]) / 19, 6, True, False),
         (lambda: looped(list(range(6))) / 6, 6, False, False),
         (lambda: 0.5 * looped(list(range(6)), lambda row: 1 + row % 5) / 6 + EACH.mean(), 6, False, False),
