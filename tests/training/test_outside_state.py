@@ -314,7 +314,6 @@ class Nested:
         self.inside = types.SimpleNamespace(memory=Slots(), around=self)
 
 
-OTHERS: list[Any] = [[1, 2], [3, 4]]
 HOLDERS: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
     "Counter": (collections.Counter, lambda it: it.update(a=1)),
     "defaultdict": (lambda: collections.defaultdict(float), lambda it: it.update(a=it["a"] + 1)),
@@ -336,10 +335,6 @@ HOLDERS: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
     "partial": (
         lambda: types.SimpleNamespace(loss=functools.partial(torch.nn.functional.huber_loss, delta=1.0)),
         lambda it: setattr(it, "loss", functools.partial(torch.nn.functional.huber_loss, delta=0.5)),
-    ),
-    "loader": (
-        lambda: types.SimpleNamespace(loader=torch.utils.data.DataLoader(OTHERS[0], batch_size=2)),
-        lambda it: setattr(it, "loader", torch.utils.data.DataLoader(OTHERS[1], batch_size=2)),
     ),
     "300 tensors in an object": (
         lambda: types.SimpleNamespace(shadow={n: torch.zeros(1) for n in range(300)}),
@@ -439,6 +434,37 @@ def test_an_iterator_that_the_module_reads_from_is_named_with_the_way_to_save_it
     (note,) = [line for line in capsys.readouterr().err.splitlines() if "changed since the fit began" in line]
     assert "Second.second" in note
     assert "Of an iterator, save how many items it gave, and take as many from a new one in on_load" in note
+
+
+def test_iterators_that_nothing_advances_and_what_is_made_on_the_way_are_not_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Quiet(Regression):
+        def __init__(self) -> None:
+            super().__init__()
+            self.generator_of_mine = None
+            self.trained = filter(lambda parameter: parameter.requires_grad, self.layer.parameters())
+            self.unread = [
+                self.parameters(),
+                zip("ab", "cd", strict=True),
+                map(len, ["a"]),
+                iter([1, 2]),
+                enumerate("ab"),
+            ]
+            self.once, self.numbers, self.ended = itertools.repeat(1.0), itertools.count(), endless([])
+            self.views, self.loader = iter(UNLABELLED), iter([1])
+
+        def training_step(self, batch: Any) -> torch.Tensor:
+            self.scaled = functools.partial(torch.mul, 2.0)
+            self.shapes = map(len, batch)
+            return torch.nn.functional.mse_loss(self.scaled(self.layer(batch[0])), batch[1])
+
+        def on_epoch_start(self) -> None:
+            self.second = iter(UNLABELLED)
+
+    fit(Quiet(), 4, run_dir=tmp_path, save_every=1)
+    notes = [line for line in capsys.readouterr().err.splitlines() if "changed since the fit began" in line]
+    assert notes == []
 
 
 def test_large_data_is_compared_by_shape_and_files_are_not_read(tmp_path: Path) -> None:

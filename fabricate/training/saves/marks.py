@@ -5,17 +5,18 @@ Must not know: runs, checkpoints, which values are compared.
 
 from __future__ import annotations
 
+import itertools
+import operator
 from collections import deque
 from collections.abc import Iterator
 from functools import partial
-from types import BuiltinFunctionType, FunctionType, MethodType
+from types import BuiltinFunctionType, FunctionType, GeneratorType, MethodType
 from typing import Any
 
 import numpy as np
 import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import DataLoader
 
 from fabricate.training.saves.attributes import variables
 
@@ -29,20 +30,21 @@ _MOST_BYTES, _SMALL = 2**24, 2**10
 read."""
 
 
-class Weights(list[Any]):
-    """The fingerprint of a network."""
+class Made(list[Any]):
+    """The fingerprint of an object that a run may make on the way, such as a network or an iterator: it counts once it changes after it was
+    first seen."""
 
 
 class Kind(str):
-    """The fingerprint of a function or a class: what its code is."""
+    """The fingerprint of a function or a class: what its code is. It counts as `Made` does."""
+
+
+class Position(Made):
+    """The fingerprint of an iterator: what can be seen of its position."""
 
 
 def has_iterator(mark: Any) -> bool:
-    return isinstance(mark, Advancing) or (isinstance(mark, list) and any(map(has_iterator, mark)))
-
-
-class Advancing:
-    """The fingerprint of an iterator, whose position cannot be seen: it is equal to no other."""
+    return isinstance(mark, Position) or (isinstance(mark, list) and any(map(has_iterator, mark)))
 
 
 def mark_of(value: Any, saved: set[int]) -> Any:
@@ -77,13 +79,11 @@ class Fingerprint:
         if isinstance(value, FunctionType | BuiltinFunctionType | MethodType | type):
             return Kind(f"{value.__module__}.{value.__qualname__} {id(getattr(value, '__code__', None))}")
         if isinstance(value, partial):
-            return [self.of(each) for each in (value.func, value.args, value.keywords)]
+            return Made(map(self.of, (value.func, value.args, value.keywords)))
         if is_iterator(value):
-            return Advancing()
-        if isinstance(value, DataLoader):
-            return id(value.dataset)
+            return Position(self._of_iterator(value))
         if isinstance(value, torch.nn.Module):  # such as a copy of the network that follows it, outside of the module
-            return Weights(map(self.of, (*value.parameters(), *value.buffers())))
+            return Made(map(self.of, (*value.parameters(), *value.buffers())))
         known = id(value) in self._saved or id(value) in self._open
         items = None if known else _items(value)
         if items is None:
@@ -95,6 +95,23 @@ class Fingerprint:
         marks = list(map(self.of, items))
         self._open.remove(id(value))
         return sorted(map(repr, marks)) if isinstance(value, set | frozenset) else marks
+
+    def _of_iterator(self, value: Any) -> Iterator[Any]:
+        """What can be seen of the position of an iterator. Of one that shows nothing, an object that is equal to no other."""
+        yield type(value).__name__
+        if isinstance(value, GeneratorType):
+            frame = value.gi_frame
+            yield None if frame is None else frame.f_lasti
+            yield [] if frame is None else self.of(list(frame.f_locals.values()))
+            yield self.of(value.gi_yieldfrom)
+        elif isinstance(value, itertools.count | itertools.repeat):
+            yield repr(value)
+        elif isinstance(value, zip | map | filter | enumerate):
+            yield from (self.of(each) for each in value.__reduce__()[1])
+        elif type(value).__module__ == "builtins":
+            yield operator.length_hint(value)
+        else:
+            yield getattr(value, "_num_yielded", object())
 
     def _of_plain(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):

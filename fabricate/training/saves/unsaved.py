@@ -20,7 +20,7 @@ from fabricate.optim.optimizers import inner_optimizers
 from fabricate.optim.schedules import captured
 from fabricate.seeding import is_generator
 from fabricate.training.saves.attributes import LIBRARIES, OURS, is_users
-from fabricate.training.saves.marks import Kind, Weights, has_iterator, is_iterator, mark_of
+from fabricate.training.saves.marks import Kind, Made, has_iterator, is_iterator, mark_of
 from fabricate.training.saves.reachable import Reachable
 from fabricate.training.state.run_state import Run
 
@@ -76,9 +76,9 @@ def note_changed(run: Run) -> None:
         return
     held, unset = run.optim.held, repr(None)  # None and a missing attribute count as the same
     marks = _marks(run)
-    # A layer, or a network for a metric, that was made since only counts once it changes.
+    # What was made since, such as a network for a metric, only counts once it changes.
     new = {name: mark for name, mark in marks.items() if held.get(name, unset) == unset}
-    held.update({name: mark for name, mark in new.items() if isinstance(mark, Weights | Kind)})
+    held.update({name: mark for name, mark in new.items() if isinstance(mark, Made | Kind)})
     if changed := [name for name, mark in marks.items() if held.get(name, unset) not in (mark, _NAMED)]:
         held.update(dict.fromkeys(changed, _NAMED))
         run.journal.note(
@@ -103,7 +103,10 @@ _OF_DATA = (
     "needs nothing"
 )
 
-_ITERATOR = ". Of an iterator, save how many items it gave, and take as many from a new one in on_load"
+_ITERATOR = (
+    ". Of an iterator, save how many items it gave, and take as many from a new one in on_load; one that training does not read from needs "
+    "nothing"
+)
 
 _A_CACHE = ". A variable that is a cache or a record for you needs nothing"
 
