@@ -10,7 +10,16 @@ import numpy
 import pytest
 import torch
 
-from fabricate import Callback, CheckpointError, ConfigurationError, EarlyStopping, FabricateError, Trainer, hookimpl
+from fabricate import (
+    Callback,
+    CheckpointError,
+    ConfigurationError,
+    EarlyStopping,
+    FabricateError,
+    Trainer,
+    TrainModule,
+    hookimpl,
+)
 from fabricate.testing import reference, run_ranks
 from fabricate.testing.reference import Learner
 from tests.support.regression import ROWS, Hears, Regression, Scripted, equal, fit, weights
@@ -548,3 +557,26 @@ def test_what_a_step_collects_for_a_stand_in_is_not_kept() -> None:
     """Of 3 batches, rank 1 has one; under strategies that gather parameters it computes a second one without rows of its own."""
     one, other = run_ranks(collected, 2, ("ddp", "fsdp", "zero3"))
     assert [tuple(map(sum, zip(*pair, strict=True))) for pair in zip(one, other, strict=True)] == [(5, 5, 5)] * 6
+
+
+class Taking(TrainModule):
+    """Takes its tensors out of the batch, in which parts of other lengths remain."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(1, 1)
+
+    def validation_step(self, batch: Any) -> Any:
+        x = batch.pop("x")
+        return {"x": x.mean()}
+
+    def predict_step(self, batch: Any) -> Any:
+        return batch.pop("x")
+
+
+@pytest.mark.parametrize("size", [3, 12])
+def test_a_step_that_takes_parts_out_of_its_batch_gets_the_weight_of_its_rows(size: int) -> None:
+    rows = [{"x": torch.tensor([float(row**2)]), "tags": ["a", "b"]} for row in range(13)]
+    trainer = Trainer(progress=False)
+    assert trainer.validate(Taking(), rows, batch_size=size)["val_x"] == pytest.approx(50.0)
+    assert len(trainer.predict(Taking(), rows, batch_size=size)) == 13

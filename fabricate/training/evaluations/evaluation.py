@@ -6,9 +6,11 @@ Must not know: when it is due (`boundary`).
 from __future__ import annotations
 
 import contextlib
+import copy
+import dataclasses
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from typing import Any
 
 import numpy as np
@@ -243,6 +245,9 @@ def _batches(run: Run, source: Source, most: int | None = None) -> Iterator[tupl
                 run.now.batch_idx, run.now.batch_indices = batch_idx, item.indices
                 run.reached(run.progress.step, run.progress.micro_step, batch_idx)
                 run.now.batch = batch = run.engine.to_device(item.batch)
+                if batch is item.batch and isinstance(batch, MutableMapping | list):
+                    # A step may take parts out of it, and rows are counted afterwards.
+                    item = dataclasses.replace(item, batch=copy.copy(batch))
                 yield item, batch
                 run.now.batch = None  # no batch while the next one is read, and afterwards
         run.now.batch_indices = ()
