@@ -59,9 +59,8 @@ def _set_random_state(state: tuple[Any, Any, torch.Tensor]) -> None:
 
 def seed_generators(seed: int) -> None:
     random.seed(seed)
-    np.random.seed(
-        (seed & 0xFFFFFFFF, seed >> 32, 1)
-    )  # with two words only, it would draw the same numbers as `random`
+    # With the two words alone, NumPy would draw the same numbers as `random`.
+    np.random.seed((seed & 0xFFFFFFFF, seed >> 32, 1))
     torch.default_generator.manual_seed(seed)  # torch.manual_seed would also seed the accelerators
 
 

@@ -11,8 +11,7 @@ import torch
 from fabricate import Callback, CheckpointError, ConfigurationError, FitResult, Trainer, TrainModule
 from fabricate.checkpoint.format.directory import Reader
 from fabricate.checkpoint.state.logical import read_whole
-
-ROWS = [(torch.full((3,), float(row)), torch.tensor([float(row)])) for row in range(8)]
+from tests.support.hearing import ROWS, Regression
 
 
 def fit(module: TrainModule, steps: int = 2, **options: Any) -> FitResult:
@@ -128,17 +127,7 @@ class ScheduleFree(torch.optim.SGD):
             group["k"] += 1
 
 
-class Free(TrainModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = torch.nn.Linear(3, 1)
-
-    def training_step(self, batch: Any) -> torch.Tensor:
-        return torch.nn.functional.mse_loss(self.layer(batch[0]), batch[1])
-
-    def validation_step(self, batch: Any) -> dict[str, Any]:
-        return {"loss": self.training_step(batch)}
-
+class Free(Regression):
     def configure_optimizers(self) -> Any:
         return ScheduleFree(self.parameters(), lr=1e-2)
 
