@@ -189,6 +189,25 @@ def build_model(module: TrainModule, seed: int) -> str:
     return f"built whole on the CPU of every rank, because it needs real tensors ({needs})"
 
 
+def check_parameters(module: torch.nn.Module) -> None:
+    """Raise `ConfigurationError` if a layer overrides `parameters` so that it gives others than those the layer has."""
+    own = torch.nn.Module.parameters
+    for layer in (each for each in module.modules() if type(each).parameters is not own):
+        try:
+            same = all(
+                [*map(id, layer.parameters(recurse=recurse))] == [*map(id, own(layer, recurse))]
+                for recurse in (True, False)
+            )
+        except TypeError:  # it takes no `recurse`
+            same = False
+        if not same:
+            name = type(layer).__name__
+            raise ConfigurationError(
+                f"{name} overrides parameters(): torch, Accelerate and fabricate expect all parameters of {name} from it. Rename your method "
+                "(trained_parameters, for example), and call that in configure_optimizers"
+            )
+
+
 def check_has_values(module: torch.nn.Module) -> None:
     """Raise `ConfigurationError` if a lazy layer has not seen a batch: the shapes of its parameters are not known."""
     lazy = [n for n, p in module.named_parameters() if isinstance(p, torch.nn.parameter.UninitializedParameter)]

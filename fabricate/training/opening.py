@@ -30,7 +30,7 @@ from fabricate.launch.ranks import Launch
 from fabricate.metrics.counters import Progress
 from fabricate.metrics.reduction import Metrics
 from fabricate.metrics.torchmetrics_objects import synchronise_torchmetrics
-from fabricate.model.building import build_model, check_has_values
+from fabricate.model.building import build_model, check_has_values, check_parameters
 from fabricate.module import NOT_RUNNING, TrainModule, overrides
 from fabricate.registry.hook_calls import Calls, Manager, Origin
 from fabricate.registry.registry import progress_bar
@@ -246,6 +246,7 @@ def _prepare(run: Run, stages: Sequence[str], seed: int) -> None:
         run.notes.extend(run.closing.enter_context(signals_heard(run.requests)))
         if engine.world_size > 1:
             run.closing.enter_context(overdue_waits_end(run.requests, engine, run.run_id))
+    check_parameters(module)
     run.notes.extend([note] if (note := build_model(module, seed)) else [])
     check_has_values(module)
     run.checkpoints.constants = engine.broadcast_json(constants(module))

@@ -97,6 +97,30 @@ def test_a_wrong_optimizer_is_refused_before_the_first_step(configure: Any, mess
     refused(message, module=_optimizers(configure))
 
 
+@pytest.mark.parametrize("recurse", [True, False])
+def test_a_module_whose_parameters_method_leaves_some_out_is_refused(recurse: bool) -> None:
+    class Trained(Regression):
+        def parameters(self, recurse: bool = True) -> Any:
+            return iter([self.layer.weight])
+
+    class OfItself(Regression):
+        def parameters(self) -> Any:  # type: ignore[override]
+            return super().parameters()
+
+    kind = Trained if recurse else OfItself
+    refused(f"{kind.__name__} overrides parameters(): torch, Accelerate and fabricate expect all parameters", module=kind())
+
+
+def test_a_module_whose_parameters_method_gives_all_is_trained() -> None:
+    class Counting(Regression):
+        def parameters(self, recurse: bool = True) -> Any:
+            yield from super().parameters(recurse)
+
+    module = Counting()
+    Trainer(max_steps=1, progress=False).fit(module, ROWS, batch_size=2)
+    assert module.ran
+
+
 @pytest.mark.parametrize("which", ["optimizer", "scheduler"])
 def test_what_accelerate_prepared_for_training_is_refused(which: str) -> None:
     def configure(self: Any) -> Any:

@@ -219,9 +219,10 @@ def _of_whole_set(run: Run, rows: Rows) -> dict[str, float]:
         for name, value in returned.items():
             computed[str(name)] = float(one_number(name, value))
     elif outputs is not None:
+        step = STEPS[run.now.stage]
         run.journal.note(
-            "compute_metrics is not called, because no step returned 'outputs': return {..., 'outputs': what compute_metrics "
-            "needs of each row} from the step"
+            f"compute_metrics is not called in this evaluation ({run.now.stage}), because {step} returned no 'outputs'. If it should give "
+            "metrics here, return {..., 'outputs': what compute_metrics needs of each row} from " + step
         )
     result: dict[str, float] = run.engine.broadcast_json(computed)
     return result

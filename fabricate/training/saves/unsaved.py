@@ -93,14 +93,12 @@ def _advice(changed: list[str], marks: list[Any]) -> str:
     kinds = {
         _ITERATOR: any(map(has_iterator, marks)),
         _OF_DATA: any(map(_is_of_data, changed)),
-        _A_CACHE: any("variable " in name for name in changed),
     }
-    return "".join(text for text, is_there in kinds.items() if is_there)
+    return "".join([*(text for text, is_there in kinds.items() if is_there), _A_RECORD])
 
 
 _OF_DATA = (
-    ". A data set and a collate_fn have no on_save: keep what their rows depend on in the module or in a plugin; a cache or an open file "
-    "needs nothing"
+    ". A data set and a collate_fn have no on_save: keep what their rows depend on in the module or in a plugin"
 )
 
 _ITERATOR = (
@@ -108,7 +106,7 @@ _ITERATOR = (
     "nothing"
 )
 
-_A_CACHE = ". A variable that is a cache or a record for you needs nothing"
+_A_RECORD = ". What is only a cache, an open file or a record for you needs nothing"
 
 
 def _is_of_data(name: str) -> bool:
