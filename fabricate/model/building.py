@@ -203,8 +203,8 @@ def check_parameters(module: torch.nn.Module) -> None:
         if not same:
             name = type(layer).__name__
             raise ConfigurationError(
-                f"{name} overrides parameters(): torch, Accelerate and fabricate expect all parameters of {name} from it. Rename your method "
-                "(trained_parameters, for example), and call that in configure_optimizers"
+                f"{name} overrides parameters(): torch, Accelerate and fabricate expect all parameters of {name} from it. Rename "
+                "your method (trained_parameters, for example), and call that in configure_optimizers"
             )
 
 

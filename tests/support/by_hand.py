@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 from typing import Any
 
@@ -155,10 +157,20 @@ def assert_as_by_hand(strategy: str, world_size: int) -> None:
         ]
 
 
+def _fit_heard(strategy: str) -> tuple[Recorder, str]:
+    """A fit of which some windows leave a layer out, and what it printed to stderr."""
+    with contextlib.redirect_stderr(io.StringIO()) as printed:
+        recorder = fit(strategy, net=Sometimes, plugins=[Counting()])
+    return recorder, printed.getvalue()
+
+
 def assert_idle_layers_as_by_hand(strategy: str) -> None:
-    """Assert the same on two ranks if some windows leave a layer out, which then has a gradient of zero."""
-    recorder = run_ranks(fit, 2, strategy, net=Sometimes, plugins=[Counting()], timeout=120)[0]
+    """Assert the same on two ranks if some windows leave a layer out, which then has a gradient of zero, and that one note names it."""
+    (recorder, printed), (_, of_rank_1) = run_ranks(_fit_heard, 2, strategy, timeout=120)
     assert difference(recorder, by_hand(net=Sometimes)) < TOLERANCE
+    assert printed.count("had a gradient in an earlier update but none in this one") == 1
+    assert "note: extra.weight, extra.bias had" in printed
+    assert "note: extra" not in of_rank_1
 
 
 def difference(one: Recorder, other: Recorder) -> float:

@@ -342,7 +342,8 @@ def test_outputs_that_never_come_are_noted(capsys: pytest.CaptureFixture[str]) -
             return {"loss": 1.0}
 
     fit(Forgets(), val=ROWS, validate_every=1)
-    assert "compute_metrics is not called in this evaluation (validate), because validation_step returned no 'outputs'" in capsys.readouterr().err
+    printed = capsys.readouterr().err
+    assert "compute_metrics is not called in this evaluation (validate), because validation_step returned no" in printed
 
 
 def test_a_collection_of_torchmetrics_is_logged_as_one() -> None:

@@ -108,7 +108,9 @@ def test_a_module_whose_parameters_method_leaves_some_out_is_refused(recurse: bo
             return super().parameters()
 
     kind = Trained if recurse else OfItself
-    refused(f"{kind.__name__} overrides parameters(): torch, Accelerate and fabricate expect all parameters", module=kind())
+    refused(
+        f"{kind.__name__} overrides parameters(): torch, Accelerate and fabricate expect all parameters", module=kind()
+    )
 
 
 def test_a_module_whose_parameters_method_gives_all_is_trained() -> None:

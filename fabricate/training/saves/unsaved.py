@@ -97,9 +97,7 @@ def _advice(changed: list[str], marks: list[Any]) -> str:
     return "".join([*(text for text, is_there in kinds.items() if is_there), _A_RECORD])
 
 
-_OF_DATA = (
-    ". A data set and a collate_fn have no on_save: keep what their rows depend on in the module or in a plugin"
-)
+_OF_DATA = ". A data set and a collate_fn have no on_save: keep what their rows depend on in the module or in a plugin"
 
 _ITERATOR = (
     ". Of an iterator, save how many items it gave, and take as many from a new one in on_load; one that training does not read from needs "

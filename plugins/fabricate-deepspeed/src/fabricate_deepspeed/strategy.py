@@ -12,7 +12,8 @@ import copy
 import dataclasses
 import functools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import sys
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -70,6 +71,8 @@ class ZeRO(Strategy, abc.ABC):
         self._setup = library.Setup()
         self._hooks: list[Any] = []
         self._ran: list[int] = []
+        self._ran_before: set[int] = set()
+        self._noted_unused = False
         self._left_over = False
         self._in_backward = False
         self._uses = Uses(self.name, self._take_over)
@@ -244,6 +247,7 @@ class ZeRO(Strategy, abc.ABC):
             hook.remove()
         self._setup.stop()
         self._engine, self._slices, self._groups, self._hooks = None, {}, [], []
+        self._ran_before, self._noted_unused = set(), False
         self._uses.forget()
         return whole
 
@@ -299,13 +303,31 @@ class ZeRO(Strategy, abc.ABC):
         """Refuse parameters whose gradients DeepSpeed would lose: they have one in an earlier micro-batch of the window, but not in the
         last."""
         if numbers:
-            ran = [parameter for number, (parameter, _) in enumerate(shards.slices(self._engine)) if number in numbers]
-            names = [name for name, own in self._root.module.named_parameters() if any(own is each for each in ran)]
             raise ConfigurationError(
-                f"strategy={self.name!r} with offload_optimizer: {', '.join(names[:4])} had a gradient in an earlier micro-batch "
+                f"strategy={self.name!r} with offload_optimizer: {self._names(numbers)} had a gradient in an earlier micro-batch "
                 "of this update but none in the last one, so DeepSpeed would lose it. Use every parameter in each micro-batch "
                 "(add 0 * its sum), leave out offload_optimizer, or use gradient_accumulation_steps=1"
             )
+
+    def _note_unused(self) -> None:
+        """Print a note, once, if parameters that had a gradient in an earlier update have none in this one."""
+        ran = set(self._ran)
+        if not self._noted_unused and (unused := self._ran_before - ran):
+            self._noted_unused = True
+            if dist.get_rank() == 0:
+                print(
+                    f"note: {self._names(unused)} had a gradient in an earlier update but none in this one. DeepSpeed takes it as zero, so "
+                    "momentum, Adam's averages and weight decay still change these weights, which they do not under 'ddp' or 'fsdp'",
+                    file=sys.stderr,
+                    flush=True,
+                )
+        self._ran_before |= ran
+
+    def _names(self, numbers: Collection[int]) -> str:
+        """The names of the trained parameters with these numbers, a few of them."""
+        ran = [parameter for number, (parameter, _) in enumerate(shards.slices(self._engine)) if number in numbers]
+        names = [name for name, own in self._root.module.named_parameters() if any(own is each for each in ran)]
+        return ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
 
     def scale_gradients(self, parameters: Sequence[torch.nn.Parameter], factor: torch.Tensor) -> None:
         self._loss_scale.scale_gradients(factor)
@@ -319,6 +341,7 @@ class ZeRO(Strategy, abc.ABC):
 
     def step(self, optimizer: torch.optim.Optimizer) -> bool:
         self._uses.settle()
+        self._note_unused()
         with self._uses.paused():
             self._engine.step()
         self._loss_scale.renew()
