@@ -96,7 +96,7 @@ def windows(run: Run) -> Iterator[Window]:
     if run.engine.world_size > 1:
         remaining = _same_on_all_ranks(run, remaining) if source.num_samples is None else remaining
         remaining = _beginning_alike(run, source, remaining)
-    if progress.epoch == 0 and not progress.position and run.optim.total_steps not in (None, run.settings.max_steps):
+    if not progress.position and run.optim.total_steps not in (None, run.settings.max_steps):
         remaining = _as_long_as_said(run, source, remaining)
     yield from turns(run, remaining) if run.optim.turns else remaining
     # The position is also 0 after the last window, but then micro-batches were counted.
@@ -323,15 +323,21 @@ def _beginning_alike(run: Run, source: Source, windows: Iterable[Window]) -> Ite
 
 
 def _as_long_as_said(run: Run, source: Source, windows: Iterable[Window]) -> Iterator[Window]:
-    """Note an epoch that has fewer updates than its length says, if the number of updates of the fit was computed from that length."""
-    said = source.updates_per_epoch or 0
+    """Note an epoch whose number of updates is not that of its length, if the updates of the fit were computed from that length."""
+    said, epoch = source.updates_per_epoch or 0, run.progress.epoch
     for number, window in enumerate(windows, 1):
-        if window.last and number < said:
+        if window.last and number != said:
             units, total = "batches" if source.batch_size is None else "rows", run.optim.total_steps
+            ends = (
+                "do not reach their end, because max_epochs ends the fit before"
+                if number < said
+                else "end before the fit"
+            )
             run.journal.note(
-                f"train: its __len__ says {source.num_units} {units}, {said} updates, but the epoch ended after {window.end} rows, "
-                f"{number} updates. Schedules over trainer.total_steps ({total}) do not reach their end, because max_epochs ends "
-                "the fit before. Let __len__ return what __iter__ yields; or remove __len__, and set max_steps instead of max_epochs"
+                f"train: its __len__ says {source.num_units} {units}, {said} updates, but epoch {epoch} ended after {window.end} rows, "
+                f"{number} updates. Schedules over trainer.total_steps ({total}) {ends}. Let __len__ return what __iter__ yields in "
+                "every epoch; or set max_steps instead of max_epochs",
+                topic="length of train",
             )
         yield window
 

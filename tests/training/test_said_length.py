@@ -1,4 +1,4 @@
-"""A note about training data that ends before its length."""
+"""A note about training data that has another length than it says."""
 
 from __future__ import annotations
 
@@ -45,8 +45,33 @@ def test_data_that_ends_before_its_length_gets_a_note(
     train: Any, units: str, updates: int, loading: Any, capsys: Any
 ) -> None:
     assert Trainer(max_epochs=1, progress=False).fit(Regression(), train, **loading).steps == 4
-    said = f"note: train: its __len__ says {units}, {updates} updates, but the epoch ended after 8 rows, 4 updates. "
+    said = f"note: train: its __len__ says {units}, {updates} updates, but epoch 0 ended after 8 rows, 4 updates. "
     assert said + f"Schedules over trainer.total_steps ({updates}) do not reach their end" in capsys.readouterr().err
+
+
+class Varies(Said):
+    """Batches of indices, in each epoch another number of them."""
+
+    def __init__(self, *lengths: int) -> None:
+        super().__init__(lengths[0], _PAIRS)
+        self.lengths = iter(lengths)
+
+    def __iter__(self) -> Any:
+        return iter(self.items[: next(self.lengths)])
+
+
+@pytest.mark.parametrize(
+    ("lengths", "epoch", "ends"), [((4, 3, 2), 1, "do not reach their end"), ((2, 2, 4), 2, "end before the fit")]
+)
+def test_an_epoch_of_another_length_than_the_first_gets_one_note(
+    lengths: tuple[int, ...], epoch: int, ends: str, capsys: Any
+) -> None:
+    train: Any = DataLoader(ROWS, batch_sampler=Varies(*lengths))  # type: ignore[arg-type]
+    assert Trainer(max_epochs=3, progress=False).fit(Regression(), train).steps == sum(lengths)
+    said = f"{lengths[0]} batches, {lengths[0]} updates, but epoch {epoch} ended after {2 * lengths[epoch]} rows, {lengths[epoch]} updates"
+    printed = capsys.readouterr().err
+    assert printed.count(said) == printed.count("its __len__ says") == 1
+    assert f"Schedules over trainer.total_steps ({3 * lengths[0]}) {ends}" in printed
 
 
 @pytest.mark.parametrize(
