@@ -161,5 +161,6 @@ def _raise_weights(run: Run, mine: dict[tuple[str, int], int]) -> NoReturn:
     groups = " and ".join(f"ranks {ranks}" for ranks in next(iter(apart.values())))
     raise RankError(
         f"ranks that train the same model hold different weights {_since(run)}: {few(list(apart))} ({groups} differ). {_REMEDY}. "
-        "This step is not saved; earlier checkpoints are intact"
+        "This step is not saved; earlier checkpoints are intact. A layer that sets its weights from its first batch has to see that "
+        "batch before fit"
     )
