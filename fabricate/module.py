@@ -142,6 +142,8 @@ class TrainModule(torch.nn.Module, Listener):
     """
 
     _trainer: RunningTrainer | None
+    _outer: TrainModule | None
+    """While a Trainer runs a module that contains this one, that module; it records what this one logs."""
     _logged: list[Any]
     _no_log: str
     """The reason why nothing can be logged now; empty if logging is possible."""
@@ -157,6 +159,7 @@ class TrainModule(torch.nn.Module, Listener):
         given = tuple(map(_as_given, args)), {name: _as_given(value) for name, value in kwargs.items()}
         object.__setattr__(self, "_arguments", given)
         object.__setattr__(self, "_trainer", None)
+        object.__setattr__(self, "_outer", None)
         object.__setattr__(self, "_logged", [])
         object.__setattr__(self, "_no_log", NOT_RUNNING)
         object.__setattr__(self, "_turn", None)
@@ -287,10 +290,11 @@ class TrainModule(torch.nn.Module, Listener):
 
         Values logged in `on_eval_start` and `on_eval_end` are added to the metrics of that evaluation, those logged in
         `on_epoch_end` to the metrics of that epoch. In a training step, the name "loss" is taken: the loss that the step returns is
-        recorded under it. Raises `FabricateError` outside a
-        fit or evaluation, and where it is too late: in `on_log`, in hooks of a save, at the end of a fit, in a prediction."""
-        if self._no_log:
-            raise FabricateError(f"log({name!r}): {self._no_log}")
+        recorded under it. A TrainModule inside the module that runs may log too. Raises `FabricateError` outside a fit or
+        evaluation, and where it is too late: in `on_log`, in hooks of a save, at the end of a fit, in a prediction."""
+        outer = self._outer or self
+        if outer._no_log:
+            raise FabricateError(f"log({name!r}): {outer._no_log}")
         if reduce not in ("mean", "sum"):
             raise ConfigurationError(f"log({name!r}): reduce={reduce!r}: give 'mean' or 'sum'")
         if type(value) is torch.Tensor and value.ndim == 0:
@@ -299,7 +303,7 @@ class TrainModule(torch.nn.Module, Listener):
             reduce = "object"
         else:
             value = one_number(name, value)
-        self._logged.append((name, value, weight, reduce))
+        outer._logged.append((name, value, weight, reduce))
 
     @property
     def trainer(self) -> RunningTrainer:
@@ -307,7 +311,7 @@ class TrainModule(torch.nn.Module, Listener):
         that is also an AttributeError, so `hasattr(module, "trainer")` works."""
         if self._trainer is None:
             raise NotRunning(f"{type(self).__name__}.trainer exists only while a Trainer runs the module")
-        object.__setattr__(self, "_uses_trainer", True)
+        object.__setattr__(self._outer or self, "_uses_trainer", True)
         return self._trainer
 
     @trainer.setter
@@ -349,7 +353,7 @@ class TrainModule(torch.nn.Module, Listener):
 
     def __getstate__(self) -> dict[str, Any]:
         """The state for copying and pickling, without the Trainer that runs the module."""
-        return {**self.__dict__, "_trainer": None, "_logged": [], "_no_log": NOT_RUNNING}
+        return {**self.__dict__, "_trainer": None, "_outer": None, "_logged": [], "_no_log": NOT_RUNNING}
 
     def print(self, *values: object) -> None:
         """Print on rank 0 only, also before and after a fit."""
@@ -389,6 +393,14 @@ class TrainModule(torch.nn.Module, Listener):
                 f"note: {beside_weights(plugins, path)}; RUN_DIR/model/ of a complete run has the weights that the plugin chose"
             )
         return module
+
+
+def attach(module: TrainModule, trainer: RunningTrainer | None) -> None:
+    """Let `module`, and each TrainModule inside it, log and read `trainer` while it runs them. None: it has ended."""
+    for part in module.modules():
+        if isinstance(part, TrainModule):
+            object.__setattr__(part, "_trainer", trainer)
+            object.__setattr__(part, "_outer", None if trainer is None or part is module else module)
 
 
 @contextlib.contextmanager

@@ -162,6 +162,38 @@ def test_rank_0_alone_prints_outside_of_a_fit(
     assert capsys.readouterr().out == ""
 
 
+@pytest.mark.parametrize("late", [False, True])
+def test_a_module_inside_the_module_logs_and_knows_the_trainer(late: bool) -> None:
+    class Inner(Regression):
+        def training_step(self, batch: Any) -> torch.Tensor:
+            self.log("rows", len(batch[0]))
+            self.log("step", self.trainer.step)
+            return super().training_step(batch)
+
+    class Outer(Regression):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = None if late else Inner()
+
+        def configure_model(self) -> None:
+            self.inner = self.inner or Inner()
+
+        def training_step(self, batch: Any) -> Any:
+            assert self.inner is not None
+            return self.inner.training_step(batch)
+
+    module = Outer()
+    metrics = _fit(module, max_steps=2, log_every=2).metrics
+    assert (metrics["rows"], metrics["step"]) == (2, 0.5)
+    inner: Any = module.inner
+    for part in (inner, copy.deepcopy(inner)):
+        with pytest.raises(FabricateError, match="no fit or evaluation is running"):
+            part.log("rows", 1)
+        with pytest.raises(FabricateError, match="exists only while a Trainer runs the module"):
+            _ = part.trainer
+    assert _fit(inner, log_every=1).metrics["rows"] == 2
+
+
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module))])
 def test_a_copy_taken_during_a_fit_leaves_the_trainer_behind(copied: Any) -> None:
     class Copies(Callback):

@@ -31,7 +31,7 @@ from fabricate.metrics.counters import Progress
 from fabricate.metrics.reduction import Metrics
 from fabricate.metrics.torchmetrics_objects import synchronise_torchmetrics
 from fabricate.model.building import build_model, check_has_values, check_parameters
-from fabricate.module import NOT_RUNNING, TrainModule, overrides
+from fabricate.module import NOT_RUNNING, TrainModule, attach, overrides
 from fabricate.registry.hook_calls import Calls, Manager, Origin
 from fabricate.registry.registry import progress_bar
 from fabricate.training.alike import check_ranks, note_copied_generators
@@ -124,7 +124,7 @@ def opened(
         seed = _agree_on_seed(engine, resolved, data)
         run = _assemble(trainer, resolved, module, data, engine, run_dir, stack, began)
         trainer._run = run
-        object.__setattr__(module, "_trainer", trainer)
+        attach(module, trainer)
         module._no_log = ""
         modes = [(m, m.training) for m in module.modules()]
         here().begun()
@@ -248,6 +248,7 @@ def _prepare(run: Run, stages: Sequence[str], seed: int) -> None:
             run.closing.enter_context(overdue_waits_end(run.requests, engine, run.run_id))
     check_parameters(module)
     run.notes.extend([note] if (note := build_model(module, seed)) else [])
+    attach(module, run.trainer)  # with the layers that configure_model has built
     check_has_values(module)
     run.checkpoints.constants = engine.broadcast_json(constants(module))
     run.notes.extend(_wrapped(module) if training else ())
@@ -289,7 +290,7 @@ def _close(run: Run) -> None:
             raise
         pending.add_note(f"on_teardown raised {type(exc).__name__}: {exc}")
     finally:
-        object.__setattr__(run.module, "_trainer", None)
+        attach(run.module, None)
         run.module._no_log = NOT_RUNNING
         with contextlib.suppress(torch.AcceleratorError):
             for metric in run.metrics.objects.values():  # they may hold counts of an unfinished epoch

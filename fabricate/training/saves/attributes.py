@@ -35,6 +35,7 @@ OURS = frozenset(
     {
         *vars(torch.nn.Module()),
         "_trainer",
+        "_outer",
         "_logged",
         "_no_log",
         "_turn",
