@@ -212,7 +212,8 @@ class _Reader(IterableDataset[Any]):
     def _cannot_resume(self, position: int) -> ConfigurationError:
         return self._setup.error(
             f"cannot resume at row {self._start}: reading the data again reached row {position}. The data, its order "
-            "or the limit changed since the checkpoint was written: restore them, or use resume='never'"
+            "or the limit changed since the checkpoint was written: restore them, or use resume='never'. If the data depends on what "
+            "training changes (a policy that plays, a buffer), give it state_dict() and load_state_dict(state)"
         )
 
 

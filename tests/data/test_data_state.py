@@ -261,6 +261,21 @@ def test_a_state_that_is_not_as_it_was_written_is_an_error() -> None:
         next(iter(source.windows(0, 4)))
 
 
+def test_a_stream_that_depends_on_what_training_changes_is_refused_on_resume_with_the_remedy(tmp_path: Path) -> None:
+    class Plays(IterableDataset[Any]):
+        rows = 20
+
+        def __iter__(self) -> Iterator[Any]:
+            return iter(torch.arange(self.rows * 3.0).view(-1, 3))
+
+    played = Plays()
+    fit(tmp_path, 3, played)
+    played.rows = 4
+    with pytest.raises(ConfigurationError, match="give it state_dict") as caught:
+        fit(tmp_path, 5, played)
+    assert any(note.startswith("after this change, the same command continues from") for note in caught.value.__notes__)
+
+
 def test_a_stream_of_datasets_is_read_again_since_its_state_forgets_a_shuffle_buffer() -> None:
     stream = datasets.Dataset.from_dict({"row": list(range(8))}).to_iterable_dataset(2)
     interleaved = datasets.interleave_datasets([stream, stream.shuffle(seed=1, buffer_size=3)])

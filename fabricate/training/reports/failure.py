@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import torch
 
 from fabricate.data.batches import describe
-from fabricate.errors import first_line
+from fabricate.errors import ConfigurationError, first_line
 from fabricate.launch import uncaught
 from fabricate.training.reports.error_hints import explain
 from fabricate.training.state.run_state import Run
@@ -55,7 +55,7 @@ def report(run: Run, exc: BaseException) -> None:
         except Exception as second:
             exc.add_note(f"on_exception raised {type(second).__name__}: {second}")
         run.now.failure = None
-    if note := "; ".join(filter(None, (note, _how_to_go_on(run)))):
+    if note := "; ".join(filter(None, (note, _how_to_go_on(run, exc)))):
         exc.add_note(note)
     if run.engine.world_size > 1:
         uncaught.install(run.engine.rank)
@@ -64,7 +64,8 @@ def report(run: Run, exc: BaseException) -> None:
         raise first from None  # `exc` is only the broken connection that the failure of another rank caused
 
 
-def _how_to_go_on(run: Run) -> str:
+def _how_to_go_on(run: Run, exc: BaseException) -> str:
     if run.checkpoints.newest is not None and not run.settings.save_weights_only:
-        return f"the same command continues from {run.checkpoints.newest}"
+        changed = "after this change, " if isinstance(exc, ConfigurationError) else ""
+        return f"{changed}the same command continues from {run.checkpoints.newest}"
     return f"{uncaught.AGAIN}: nothing is saved" if run.engine.world_size > 1 and run.source is not None else ""
