@@ -167,13 +167,6 @@ class ZeRO3(ZeRO):
         parameter_offload.FWD_MODULE_STACK.clear()  # it would keep the module alive
         return False
 
-    def _partition_persistent(self) -> list[Any]:
-        """Partition the small parameters that DeepSpeed keeps gathered between updates, and return them."""
-        persistent: list[Any] = self._engine.optimizer.persistent_parameters
-        if persistent:
-            persistent[0].partition(persistent)
-        return persistent
-
     @contextlib.contextmanager
     def changing(self, parameters: Iterable[torch.nn.Parameter]) -> Iterator[None]:
         used = [p for p in parameters if shards.is_partitioned(p)]
@@ -210,12 +203,15 @@ class ZeRO3(ZeRO):
         if self._engine is None:
             return
         zero = self._engine.optimizer
+        whole = getattr(zero, "parameter_offload", zero)
+        # Parameters that are whole now, such as those that DeepSpeed keeps for a later layer of its trace, would keep their old values.
+        whole.partition_all_parameters()
         for number in range(len(zero.fp16_groups) if self._slices else 0):
             if self._files is not None:
                 self._files.renew(number)
             else:
                 zero._reassign_or_swap_out_partitioned_parameters(number)
-        if persistent := self._partition_persistent():
+        if persistent := whole.persistent_parameters:
             persistent[0].all_gather(persistent)
 
     def _scaled_norm(self) -> torch.Tensor:
