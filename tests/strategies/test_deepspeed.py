@@ -506,6 +506,48 @@ def _clamped() -> str:
     return str(caught.value)
 
 
+class Wide(TrainModule):
+    """Layers that DeepSpeed does not keep whole, but leaves whole after a forward that training continues with a backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.Sequential(torch.nn.Linear(400, 400), torch.nn.Tanh(), torch.nn.Linear(400, 400))
+
+    def training_step(self, batch: torch.Tensor) -> torch.Tensor:
+        return (self.layers(batch) - batch).square().mean()
+
+    def validation_step(self, batch: torch.Tensor) -> Any:
+        return {"loss": self.training_step(batch)}
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Halves(Callback):
+    """Halves the final weights, as a callback with an average of the weights does, and asks for another evaluation."""
+
+    def on_complete(self, trainer: Trainer, module: TrainModule) -> None:
+        for parameter in module.parameters():
+            trainer.strategy.local_part(parameter).memory.mul_(0.5)
+        trainer.strategy.after_load()
+        trainer.request_eval()
+
+
+def _evaluated_after_halving(strategy: str) -> tuple[float, float]:
+    torch.manual_seed(0)
+    module, rows = Wide(), torch.randn(8, 400, generator=torch.Generator().manual_seed(1))
+    options: Any = {"strategy": strategy, "precision": "fp32", "progress": False}
+    fit = Trainer(max_epochs=2, seed=1, sanity_batches=0, plugins=[Halves()], **options)
+    metrics = fit.fit(module, rows, rows, batch_size=2).metrics
+    return metrics["val_loss"], Trainer(**options).validate(module, rows, batch_size=2)["val_loss"]
+
+
+@pytest.mark.parametrize("strategy", STAGES)
+def test_an_evaluation_after_new_weights_were_loaded_uses_them_in_every_layer(strategy: str) -> None:
+    last, again = run_ranks(_evaluated_after_halving, 2, strategy, timeout=120)[0]
+    assert last == pytest.approx(again, rel=1e-5)
+
+
 def test_a_hook_that_uses_an_empty_parameter_is_refused_by_name() -> None:
     for text in run_ranks(_clamped, 2):
         assert text.startswith(
