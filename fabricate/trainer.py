@@ -635,7 +635,8 @@ class Trainer:
         num_workers: int = 0,
         collate_fn: Any = None,
     ) -> dict[str, float]:
-        """Metrics of `module.validation_step` over exactly `data`, the same on every rank. `data`, `batch_size`, `num_workers` and
+        """Metrics of `module.validation_step` over exactly `data`, every row once, also with a loader that has `drop_last=True`; the
+        same on every rank. `data`, `batch_size`, `num_workers` and
         `collate_fn` as for `fit`; `checkpoint`: weights to load first: a path, "best" (by the metric of `keep` in that run) or
         "last". All ranks call it."""
         result: dict[str, float] = self._evaluate(

@@ -65,6 +65,12 @@ def test_a_model_checkpoint_keeps_the_best_and_says_where_they_are(tmp_path: Pat
     ours = by_fabricate(Classifier(lr=0.3), *data(), callbacks=[checkpoints[1]], **quiet)
     assert apart(theirs, ours) == 0
     assert float(checkpoints[1].best_model_score) == pytest.approx(float(checkpoints[0].best_model_score), abs=1e-6)
+    ranked = [sorted(map(float, each.best_k_models.values())) for each in checkpoints]
+    assert ranked[1] == pytest.approx(ranked[0], abs=1e-6)
+    assert len(ranked[0]) == 2
+    assert all((Path(path) / "manifest.json").exists() for path in checkpoints[1].best_k_models)
+    assert float(checkpoints[1].kth_value) == pytest.approx(float(checkpoints[0].kth_value), abs=1e-6)
+    assert checkpoints[1].kth_best_model_path in checkpoints[1].best_k_models
     assert ours.trainer.checkpoint_callback is checkpoints[1]
     best = Path(checkpoints[1].best_model_path)
     assert best.parent == tmp_path / "b" / "checkpoints"

@@ -172,7 +172,7 @@ def _cadence(checkpoint: Any) -> Every | None:
 
 
 def saved(checkpoints: Iterable[Any], path: Path, known: dict[str, torch.Tensor]) -> None:
-    """Set the attributes of the ModelCheckpoint objects for a new checkpoint at `path`: its path, and the best one so far."""
+    """Set the attributes of the ModelCheckpoint objects for a new checkpoint at `path`: its path, and the best ones so far."""
     for checkpoint in checkpoints:
         checkpoint.dirpath, checkpoint.last_model_path = str(path.parent), str(path)
         if checkpoint.monitor is None:
@@ -182,6 +182,19 @@ def saved(checkpoints: Iterable[Any], path: Path, known: dict[str, torch.Tensor]
             best = checkpoint.best_model_score
             if best is None or (score < best if checkpoint.mode == "min" else score > best):
                 checkpoint.best_model_path, checkpoint.best_model_score = str(path), score
+            _rank(checkpoint, path, score)
+
+
+def _rank(checkpoint: Any, path: Path, score: torch.Tensor) -> None:
+    """Add a checkpoint at `path` to the `save_top_k` best ones of a ModelCheckpoint."""
+    scores, most = checkpoint.best_k_models, checkpoint.save_top_k
+    if most:
+        worst = max if checkpoint.mode == "min" else min
+        scores[str(path)] = score
+        if 0 < most < len(scores):
+            del scores[worst(scores, key=scores.__getitem__)]
+        checkpoint.kth_best_model_path = worst(scores, key=scores.__getitem__)
+        checkpoint.kth_value = scores[checkpoint.kth_best_model_path]
 
 
 def learning_rates(optimizers: Iterable[torch.optim.Optimizer], configs: Iterable[Any]) -> dict[str, float]:

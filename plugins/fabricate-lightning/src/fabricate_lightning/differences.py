@@ -50,6 +50,8 @@ def lines(adapted: Any, trainer: Trainer) -> Iterator[str]:
     for owner in (adapted.lightning, *adapted.view.called):
         for name in (name for name in WITHOUT_EFFECT if overrides(owner, name)):
             yield f"{name} of {type(owner).__name__} is not called: {WITHOUT_EFFECT[name]}"
+    if adapted.hooks.listened(("on_before_zero_grad",)):
+        yield "gradients are cleared before on_before_zero_grad, in Lightning after it; read them in on_before_optimizer_step"
     if trainer.run_dir is not None:
         yield f"checkpoints are directories in {trainer.run_dir}/checkpoints, named by their step and without pickle; they resume exactly"
     yield from adapted.view.notes
