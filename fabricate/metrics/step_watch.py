@@ -31,6 +31,10 @@ _SCALING = (
     *(torch.Tensor.__add__, torch.Tensor.__radd__, torch.Tensor.__sub__, torch.Tensor.__rsub__, torch.Tensor.__mul__),
     *(torch.Tensor.__rmul__, torch.Tensor.__neg__, torch.Tensor.neg),
 )
+_ADDITIONS = (
+    *(torch.add, torch.Tensor.add, torch.Tensor.add_, torch.Tensor.__add__, torch.Tensor.__radd__),
+    torch.Tensor.__iadd__,
+)
 _FUNCTIONS = {
     **dict.fromkeys((torch.sqrt, torch.Tensor.sqrt), "sqrt"),
     **dict.fromkeys((torch.exp, torch.Tensor.exp), "exp"),
@@ -67,6 +71,8 @@ class _Reduced(NamedTuple):
     """The sizes of the tensor; for a mean the number of its elements."""
     is_mean: bool = False
     """Whether it is the result of `mean`, and not a function of it."""
+    terms: tuple[tuple[int, ...], ...] = ()
+    """For sums that were added up one by one, as in a loop over rows: the sizes of the tensor of each."""
 
     def is_in(self, value: Any) -> bool:
         """Whether `value` is this tensor, which was not changed in place, or its number, if it is on the host."""
@@ -81,12 +87,19 @@ class _Reduced(NamedTuple):
         of tensors without rows. `counts`: numbers of labels. Waits for the device."""
         if self.divisor is None or (divisor := float(self.divisor)) in counts:
             return ""
+        if self.terms and not self._is_loop_over(rows, others):
+            return ""
         counted = isinstance(self.divisor, torch.Tensor)
         if divisor % rows == 0 if counted else is_a_count(divisor, rows, self.sizes):
             return ""
         if self.sizes != (divisor,):
             return f"a sum divided by {divisor:g} for {rows} rows"
         return "" if divisor in others else f"a mean over {divisor:g} values for {rows} rows"
+
+    def _is_loop_over(self, rows: int, others: Collection[int]) -> bool:
+        """Whether the terms belong to single rows of a batch of `rows`: there are no more of them, and none has rows itself."""
+        of_one_row = (bool(sizes) and sizes[0] % rows and math.prod(sizes) not in others for sizes in self.terms)
+        return len(self.terms) <= rows and all(of_one_row)
 
 
 class StepWatch(TorchFunctionMode):
@@ -140,6 +153,8 @@ class StepWatch(TorchFunctionMode):
             self._functions += [(new(None, sizes), _FUNCTIONS[func]) for sizes in self._sizes_of_means(args[0])]
         if func in _SCALING:
             described += self._scaled(new, func, args)
+        if func in _ADDITIONS:
+            described += self._added(new, *args[:2])
         if described and len(self._reduced) < _MOST_NUMBERS:
             self._reduced[id(result)] = described
 
@@ -173,8 +188,18 @@ class StepWatch(TorchFunctionMode):
         for each in first:
             # A mean that is divided by a mean of its weights; a number only scales it.
             of_a_mean = math.prod(each.sizes) * args[1] if isinstance(args[1], torch.Tensor) else each.divisor
-            quotients.append(new(args[1] if each.divisor is None else of_a_mean, each.sizes))
+            quotients.append(new(args[1] if each.divisor is None else of_a_mean, each.sizes, False, each.terms))
         return quotients
+
+    def _added(self, new: Callable[..., _Reduced], *args: Any) -> Iterator[_Reduced]:
+        """What the sum of two sums is, or of a sum and a number of which nothing is known, such as the 0 with which a loop begins."""
+        known = [self._reduced.get(id(arg), []) for arg in args]
+        sums = [next((each for each in of_arg if each.divisor is None), None) for of_arg in known]
+        if any(of_arg and not each for of_arg, each in zip(known, sums, strict=True)):
+            return  # a mean
+        terms = tuple(itertools.chain.from_iterable(each.terms or (each.sizes,) for each in sums if each))
+        if terms and len(terms) < _MOST_NUMBERS:
+            yield new(None, (sum(map(math.prod, terms)),), False, terms)
 
     def _remember(
         self,
@@ -259,14 +284,15 @@ class StepWatch(TorchFunctionMode):
         tensors without rows."""
         if rows is None or rows < 2:
             return []
-        over_rows = (each for each in self._all() if each.divisor is None and each.sizes[:1] == (rows,))
-        sums = [each for each in over_rows if math.prod(each.sizes) not in others]
+        sums = (each for each in self._all() if each.divisor is None and not each.terms)
+        over_rows = (each for each in sums if each.sizes[:1] == (rows,))
+        found = [each for each in over_rows if math.prod(each.sizes) not in others]
         averaged = [(name, value) for name, value, weight, reduce in logged if weight is None and reduce == "mean"]
         usual = (0, 1, rows)  # numbers that may be equal by chance
         return [
             name
             for name, value in averaged
-            if (isinstance(value, torch.Tensor) or value not in usual) and any(each.is_in(value) for each in sums)
+            if (isinstance(value, torch.Tensor) or value not in usual) and any(each.is_in(value) for each in found)
         ]
 
     def _count_of(self, name: str, value: Any) -> Counted | None:
@@ -321,7 +347,7 @@ class StepWatch(TorchFunctionMode):
 
     def _divisor(self, value: float, rows: int, whole: int | None, counts: Collection[int]) -> float | None:
         """By what the step divided the number of a sum, if `value` is such a quotient and no mean over rows or labels; else None."""
-        numbers = ((each.result.item(), each.sizes) for each in self._all() if each.divisor is None)
+        numbers = ((each.result.item(), each.sizes) for each in self._all() if each.divisor is None and not each.terms)
         sums = [(number, sizes) for number, sizes in numbers if math.isfinite(number)]
         if any(is_a_count(number / value, rows, sizes) for number, sizes in sums):
             return None  # what else it is equal to is chance

@@ -144,3 +144,55 @@ def test_a_count_of_labels_and_a_penalty_on_parameters_are_no_sums_over_rows() -
     assert watch.beside(logged, rows=6) == ""
     assert watch.beside([*logged, few], rows=6) == "'few' as a mean over 5 values for 6 rows"
     assert watch.beside([*logged, few], rows=6) == ""  # once
+
+
+ITEMS = [2, 0, 3, 1, 4, 3]
+"""Numbers of items of six rows, 13 in all."""
+
+
+def _looped(start: Any, values: list[torch.Tensor], divisor: Any) -> torch.Tensor:
+    total = start
+    for value in values:
+        total = total + value.sum()
+    return total / divisor  # type: ignore[no-any-return]
+
+
+def _looped_in_place(divisor: int) -> torch.Tensor:
+    total = _BOXES[0].sum()
+    for box in _BOXES[1:]:
+        total += box.sum()
+    return total / divisor
+
+
+_BOXES = [torch.rand(items, 4) for items in ITEMS if items]
+
+
+@pytest.mark.parametrize(
+    ("compute", "divisor"),
+    [
+        (lambda: _looped(0, _BOXES, 13), 13),
+        (lambda: _looped(0.0, _BOXES, torch.tensor(13.0)), 13),
+        (lambda: _looped(0, _BOXES, 13).item(), 13),
+        (lambda: _looped(torch.zeros(()), _BOXES, 13), 13),
+        (lambda: _looped(torch.rand(6, 4).sum() * 0, _BOXES, 13), 13),
+        (lambda: sum(box.sum() for box in _BOXES) / 13, 13),
+        (lambda: _looped_in_place(13), 13),
+        (lambda: sum(box.sum() for box in _BOXES) / len(_BOXES), 5),  # without the row that has no items
+        (lambda: _looped(0, _BOXES, 6), None),
+        (lambda: _looped(0, [torch.rand(4) for _ in ITEMS], 24), None),
+        (lambda: _looped(0, [torch.rand(6, 5), torch.rand(6, 2)], 7), None),  # two losses of the whole batch
+        (lambda: _looped(torch.rand(6).mean(), _BOXES[:1], 13), None),
+        (lambda: _looped(0, [torch.rand(12), torch.rand(6)], 5), None),
+        (lambda: _looped(0, [torch.rand(10), torch.rand(7)], 2), None),  # parameters
+        (lambda: _looped(0, [torch.rand(4)] * 7, 5), None),  # more terms than rows
+    ],
+)
+def test_a_sum_over_the_items_of_each_row_that_is_divided_by_their_number_is_named(
+    compute: Any, divisor: int | None
+) -> None:
+    watch = StepWatch()
+    with torch.no_grad(), watch:
+        logged: list[Any] = [("l1", compute(), None, "mean")]
+    wanted = "" if divisor is None else f"'l1' as a sum divided by {divisor} for 6 rows"
+    assert watch.of_other_than_rows(logged, rows=6, others={10, 7}) == wanted
+    assert watch.summed(logged, rows=6, others={10, 7}) == []
