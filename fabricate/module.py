@@ -415,7 +415,8 @@ def refusing_logs(module: TrainModule, reason: str) -> Iterator[None]:
 
 
 def recorded(module: TrainModule) -> tuple[dict[str, Any], list[str]]:
-    """The constructor arguments of `module` by name (of `*args` as a list) that JSON can hold, and the names of the others."""
+    """The constructor arguments of `module` by name (of `*args` as a list) that JSON can hold, or that are tuples of what it can hold, and
+    the names of the others."""
     args, kwargs = module._arguments
     try:
         bound = inspect.signature(type(module).__init__).bind(module, *args, **kwargs)
@@ -432,6 +433,8 @@ def recorded(module: TrainModule) -> tuple[dict[str, Any], list[str]]:
     for name, value in values.items():
         try:
             plain = _plain(value)
+            if type(value) is tuple:
+                plain = tuple(plain)
             same = not isinstance(value, enum.Enum) and bool(plain == value)
         except (TypeError, ValueError):
             same = False

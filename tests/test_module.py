@@ -250,9 +250,10 @@ def test_a_hook_of_the_module_may_log() -> None:
 
 
 def test_arguments_that_json_holds_are_recorded() -> None:
-    values, lost = recorded(Regression(8, rate=0.5, act=torch.nn.ReLU(), depth=3, names=["a"], pair=(1, 2)))
-    assert values == {"width": 8, "rate": 0.5, "depth": 3, "names": ["a"]}
-    assert lost == ["act", "pair"]
+    given: dict[str, Any] = {"rate": 0.5, "depth": 3, "names": ["a"], "pair": (1, 2)}
+    values, lost = recorded(Regression(8, act=torch.nn.ReLU(), deep=(1, (2,)), **given))
+    assert values == {"width": 8, **given}
+    assert lost == ["act", "deep"]
 
 
 def test_arguments_left_out_are_not_recorded() -> None:
@@ -265,6 +266,15 @@ def test_numbers_of_numpy_are_recorded_as_pythons_and_a_fit_saves_them(tmp_path:
     again = Regression.load_from_checkpoint(tmp_path)
     assert (again.rate, again.layers[0].out_features, again.rest) == (1e-4, 6, {"sizes": [0.5]})
     assert type(again.rate) is float
+
+
+def test_a_tuple_is_recorded_and_comes_back_as_one(tmp_path: Path) -> None:
+    _fit(Regression(pair=(8, 4)), run_dir=tmp_path)
+    assert Regression.load_from_checkpoint(tmp_path).rest == {"pair": (8, 4)}
+    for same in ((8, 4), [8, 4]):
+        _fit(Regression(pair=same), run_dir=tmp_path, max_steps=2)
+    with pytest.raises(CheckpointError, match=r"argument pair of Regression \[8, 4\] -> \[8, 5\]"):
+        _fit(Regression(pair=(8, 5)), run_dir=tmp_path, max_steps=3)
 
 
 def test_an_enumeration_is_not_recorded_because_it_would_come_back_as_a_text() -> None:

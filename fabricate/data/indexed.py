@@ -225,9 +225,9 @@ class Indexed(Source):
             return None
         return self._setup.error(
             f"is read in another order on rank {rank} than on rank 0, so some rows would be read twice and others not at all: "
-            f"{type(self.samplers[0]).__name__} draws from its own random generator. Let it draw from the global generators "
-            "of Python, NumPy or "
-            "torch, which are seeded alike on every rank for each epoch, or seed its generator in set_epoch(self, epoch)"
+            f"{type(self.samplers[0]).__name__} draws from its own random generator, or from weights or lengths that differ between ranks "
+            "(each rank sees only its own rows). Draw from the global generators of Python, NumPy or torch, which are seeded alike on "
+            "every rank for each epoch, or seed the generator in set_epoch(self, epoch); give every rank the same weights"
         )
 
     def order_of(self, epoch: int) -> RowOrder | BatchOrder:

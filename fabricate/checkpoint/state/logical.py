@@ -541,7 +541,9 @@ def recorded_arguments(path: Path) -> tuple[dict[str, Any], list[str]]:
     """The recorded constructor arguments of the module, and the names of the arguments that could not be recorded."""
     with Reader(find(path)) as reader:
         module = shared_state(reader)["module"]
-        return dict(module["arguments"]), list(module["unrecorded"])
+        tuples = module.get("tuples", ())  # JSON has only lists
+        given = {name: tuple(value) if name in tuples else value for name, value in module["arguments"].items()}
+        return given, list(module["unrecorded"])
 
 
 def load_weights(path: Path, module: torch.nn.Module) -> tuple[dict[str, Any], list[str]]:

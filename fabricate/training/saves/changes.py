@@ -121,6 +121,11 @@ def _same(then: str, now: str) -> bool:
     return then == now
 
 
+def _listed(value: Any) -> Any:
+    """A tuple as the list that a checkpoint holds for it."""
+    return list(value) if type(value) is tuple else value
+
+
 def _arguments(module: TrainModule, then: Mapping[str, Any]) -> Iterator[Change]:
     """Constructor arguments that differ; an omitted argument has its default."""
     held, lost = recorded(module)
@@ -129,6 +134,7 @@ def _arguments(module: TrainModule, then: Mapping[str, Any]) -> Iterator[Change]
     now, saved = defaults | held, defaults | then["arguments"]
     for name in dict.fromkeys((*saved, *now)):
         values = saved.get(name, "not given"), now.get(name, "not given")
+        values = _listed(values[0]), _listed(values[1])
         same = values[0] is values[1] or values[0] == values[1]
         if name not in lost and name not in then["unrecorded"] and not same:
             yield Change("module", f"argument {name} of {type(module).__name__}", *map(repr, values))
