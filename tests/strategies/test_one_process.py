@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import traceback
 from collections.abc import Callable
@@ -16,7 +18,19 @@ from torch.distributed import checkpoint
 
 from fabricate import Callback, ConfigurationError, RankError, Trainer, TrainModule
 from fabricate.testing.ranks import run_alone
-from tests.support.by_hand import BATCH, ROWS, STEPS, TOLERANCE, Net, Recorder, by_hand, difference, seeded
+from tests.support.by_hand import (
+    BATCH,
+    ROWS,
+    STEPS,
+    TOLERANCE,
+    Counting,
+    Net,
+    Recorder,
+    Sometimes,
+    by_hand,
+    difference,
+    seeded,
+)
 
 STRATEGIES = (
     "ddp",
@@ -38,12 +52,13 @@ STRATEGIES = (
     "zero3:offload_optimizer=cpu,offload_param=cpu",
 )
 RESUMED = ("fsdp", "zero3", "zero2:offload_optimizer=cpu")
+IDLE = ("zero1", "zero2", "zero3")
 EVALUATED = ("single", "ddp", "fsdp", "zero3")
 
 
-def fit(strategy: str, kind: str = "adamw", steps: int = STEPS, **arguments: Any) -> Recorder:
+def fit(strategy: str, kind: str = "adamw", steps: int = STEPS, net: type[Net] = Net, **arguments: Any) -> Recorder:
     """Windows of `BATCH` rows in two micro-batches, clipped."""
-    module, recorder = seeded(Net, kind), Recorder()
+    module, recorder = seeded(net, kind), Recorder()
     options = {"precision": "fp32", "max_grad_norm": 0.3, "gradient_accumulation_steps": 2, "seed": 3, **arguments}
     plugins = [*options.pop("plugins", ()), recorder]
     trainer = Trainer(strategy=strategy, max_steps=steps, progress=False, plugins=plugins, **options)
@@ -77,6 +92,16 @@ def resumed(strategy: str, folder: Path) -> float:
         norms += recorder.norms
     recorder.losses, recorder.norms = losses, norms
     return difference(recorder, by_hand(steps=6))
+
+
+def with_an_idle_layer(strategy: str) -> tuple[float, int]:
+    """The distance from a loop by hand if some windows leave a layer out, and the number of notes about it."""
+    with contextlib.redirect_stderr(io.StringIO()) as printed:
+        recorder = fit(strategy, net=Sometimes, plugins=[Counting()])
+    notes = printed.getvalue().count(
+        "note: extra.weight, extra.bias had a gradient in an earlier update but none in this"
+    )
+    return difference(recorder, by_hand(net=Sometimes)), notes
 
 
 def evaluated(strategy: str) -> float:
@@ -153,6 +178,7 @@ def job(folder: Path) -> dict[str, Any]:
         for each in STRATEGIES
     }
     jobs |= {f"resumed {each}": lambda each=each: resumed(each, folder) for each in RESUMED}
+    jobs |= {f"idle {each}": lambda each=each: with_an_idle_layer(each) for each in IDLE}
     jobs |= {f"evaluated {each}": lambda each=each: evaluated(each) for each in EVALUATED}
     jobs |= {"one after another": one_after_another, "talked": lambda: talked(folder / "talked")}
     jobs |= {"another size": of_another_size, "hooked": hooked, "opened by the script": opened_by_the_script}
@@ -190,6 +216,15 @@ def test_a_checkpoint_of_one_process_goes_to_single_and_back(answers: dict[str, 
     distance = answers[f"resumed {strategy}"]
     assert not isinstance(distance, str), distance
     assert distance < TOLERANCE
+
+
+@pytest.mark.parametrize("strategy", IDLE)
+def test_a_layer_without_a_gradient_in_some_windows_is_noted_once_on_one_process_too(
+    answers: dict[str, Any], strategy: str
+) -> None:
+    distance, notes = answers[f"idle {strategy}"]
+    assert distance < TOLERANCE
+    assert notes == 1
 
 
 def test_an_evaluation_runs_on_one_process_too(answers: dict[str, Any]) -> None:

@@ -71,6 +71,8 @@ class ZeRO(Strategy, abc.ABC):
         self._setup = library.Setup()
         self._hooks: list[Any] = []
         self._ran: list[int] = []
+        """The numbers of the parameters that had a gradient in this window, in this order."""
+        self._route = 0
         self._ran_before: set[int] = set()
         self._noted_unused = False
         self._left_over = False
@@ -360,6 +362,8 @@ class ZeRO(Strategy, abc.ABC):
             self._loss_scale.renew()
             self._left_over = False
         self._forget_unused()
+        self._route = hash(tuple(self._ran)) & (2**62 - 1)
+        self._ran = []
 
     @abc.abstractmethod
     def _scaled_norm(self) -> torch.Tensor:
@@ -384,8 +388,7 @@ class ZeRO(Strategy, abc.ABC):
 
     def route(self) -> int:
         # With unequal routes, gradients of different parameters would be added, without an error.
-        ran, self._ran = self._ran, []
-        return hash(tuple(ran)) & (2**62 - 1)
+        return self._route
 
     # -- weights that hooks change --------------------------------------------------------------------------------------
 
