@@ -284,8 +284,7 @@ class StepWatch(TorchFunctionMode):
         tensors without rows."""
         if rows is None or rows < 2:
             return []
-        sums = (each for each in self._all() if each.divisor is None and not each.terms)
-        over_rows = (each for each in sums if each.sizes[:1] == (rows,))
+        over_rows = [each for each in self._sums() if each.sizes[:1] == (rows,)]
         found = [each for each in over_rows if math.prod(each.sizes) not in others]
         averaged = [(name, value) for name, value, weight, reduce in logged if weight is None and reduce == "mean"]
         usual = (0, 1, rows)  # numbers that may be equal by chance
@@ -294,6 +293,10 @@ class StepWatch(TorchFunctionMode):
             for name, value in averaged
             if (isinstance(value, torch.Tensor) or value not in usual) and any(each.is_in(value) for each in found)
         ]
+
+    def _sums(self) -> list[_Reduced]:
+        """The sums over one tensor."""
+        return [each for each in self._all() if each.divisor is None and not each.terms]
 
     def _count_of(self, name: str, value: Any) -> Counted | None:
         """The items that a metric counted, if it is a recorded cross-entropy, or a number on the host that equals one; else None."""
@@ -347,7 +350,7 @@ class StepWatch(TorchFunctionMode):
 
     def _divisor(self, value: float, rows: int, whole: int | None, counts: Collection[int]) -> float | None:
         """By what the step divided the number of a sum, if `value` is such a quotient and no mean over rows or labels; else None."""
-        numbers = ((each.result.item(), each.sizes) for each in self._all() if each.divisor is None and not each.terms)
+        numbers = ((each.result.item(), each.sizes) for each in self._sums())
         sums = [(number, sizes) for number, sizes in numbers if math.isfinite(number)]
         if any(is_a_count(number / value, rows, sizes) for number, sizes in sums):
             return None  # what else it is equal to is chance

@@ -47,14 +47,18 @@ def lines(adapted: Any, trainer: Trainer) -> Iterator[str]:
         yield "layers built in configure_model get their initial values from the seed and their names"
     if parts := list(_now_in_train_mode(adapted)):
         yield f"in train mode, where Lightning leaves them in the eval mode in which they came: {', '.join(parts)}"
+    yield from _hooks(adapted)
+    if trainer.run_dir is not None:
+        yield f"checkpoints are directories in {trainer.run_dir}/checkpoints, named by their step and without pickle; they resume exactly"
+    yield from adapted.view.notes
+
+
+def _hooks(adapted: Any) -> Iterator[str]:
     for owner in (adapted.lightning, *adapted.view.called):
         for name in (name for name in WITHOUT_EFFECT if overrides(owner, name)):
             yield f"{name} of {type(owner).__name__} is not called: {WITHOUT_EFFECT[name]}"
     if adapted.hooks.listened(("on_before_zero_grad",)):
         yield "gradients are cleared before on_before_zero_grad, in Lightning after it; read them in on_before_optimizer_step"
-    if trainer.run_dir is not None:
-        yield f"checkpoints are directories in {trainer.run_dir}/checkpoints, named by their step and without pickle; they resume exactly"
-    yield from adapted.view.notes
 
 
 def _shares(trainer: Trainer) -> Iterator[str]:
