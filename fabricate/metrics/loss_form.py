@@ -117,6 +117,14 @@ def _takes_from_rows(node: Any, rows: int) -> bool:
     return bool(joined) and is_of_one_row(joined[0], rows)
 
 
+def _is_product(node: Any) -> bool:
+    """Whether an operation is a product of two tensors whose result is one number."""
+    if type(node).__name__ != "BmmBackward0":
+        return type(node).__name__ in _PRODUCTS
+    first, second = node._saved_self, node._saved_mat2  # a factor is None if the other has no gradient
+    return (first is None or first.shape[:2] == (1, 1)) and (second is None or second.shape[::2] == (1, 1))
+
+
 def _summed_sizes(node: Any) -> tuple[int, ...]:
     """The sizes of the tensor whose elements a sum or mean adds up, of which a product keeps only their number; empty if it is not
     known."""
@@ -140,7 +148,7 @@ def _sums_rows(node: Any, rows: int | None, alone: bool) -> bool:
     if combined(node, rows):  # of the losses of several tasks
         return False
     name, sizes = type(node).__name__, _summed_sizes(node)
-    if name in _PRODUCTS or name == "SumBackward0" or (name == "SumBackward1" and 0 in node._saved_dim):
+    if _is_product(node) or name == "SumBackward0" or (name == "SumBackward1" and 0 in node._saved_dim):
         sums = (alone or (rows is not None and sizes[:1] == (rows,))) and not _is_of_means(node, rows)
     else:
         sums = getattr(node, "_saved_reduction", None) == SUM
@@ -242,7 +250,7 @@ class _Means:
 def _is_a_layer(node: Any) -> bool:
     """Whether an operation is probably a layer of the model, below which no part of the loss is computed."""
     name = type(node).__name__
-    known = name in _PRODUCTS or operation_of(node) in _STATISTICS
+    known = _is_product(node) or operation_of(node) in _STATISTICS
     return not known and any(word in name for word in ("mm", "Mm", "Linear", "Convolution", "Norm", "Embedding"))
 
 
@@ -268,7 +276,7 @@ def _is_a_sum_of_squares(node: Any) -> bool:
 
 def _reduces(node: Any) -> bool:
     """Whether an operation is a mean or sum over all elements of a tensor."""
-    return type(node).__name__ in (*REDUCED, *_PRODUCTS) or getattr(node, "_saved_reduction", None) in (MEAN, SUM)
+    return type(node).__name__ in REDUCED or _is_product(node) or getattr(node, "_saved_reduction", None) in (MEAN, SUM)
 
 
 def divisors(loss: torch.Tensor) -> list[float]:
@@ -318,8 +326,10 @@ def _is_over_a_part(node: Any, rows: int | None, counts: set[int]) -> bool:
         weights = _weights(selection) if name == "MeanBackward0" else getattr(node, "_saved_weight", None)
         if _is_masked(selection) or _are_normalised(weights, {elements, rows}):
             return True
-    if name == "DivBackward0":  # a count has no gradient, but a learned scale has one
-        return node.next_functions[1][0] is None and not (counts and float(node._saved_other) in counts)
+    if name == "DivBackward0":
+        # A learned scale has a gradient, and a divisor for each row, as in ctc_loss, has a dimension; a count has neither.
+        by_a_count = node.next_functions[1][0] is None and not node._saved_other.ndim
+        return by_a_count and not (counts and float(node._saved_other) in counts)
     return bool(rows) and _Means(rows or 0, alone=False).visit(node).is_ratio
 
 

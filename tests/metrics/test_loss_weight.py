@@ -7,7 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from torch.nn.functional import binary_cross_entropy_with_logits, cosine_similarity, cross_entropy, l1_loss, mse_loss
+from torch.nn.functional import (
+    binary_cross_entropy_with_logits,
+    cosine_similarity,
+    cross_entropy,
+    ctc_loss,
+    l1_loss,
+    logsigmoid,
+    mse_loss,
+)
 
 from fabricate import ConfigurationError, Trainer, TrainModule
 from fabricate.metrics.loss_form import (
@@ -175,6 +183,15 @@ def test_a_mean_over_as_many_tasks_as_rows_of_a_masked_mean_over_rows_is_over_a_
     assert not is_over_a_part(((square * mask).sum(1) / mask.sum(1).clamp(min=1)).mean(), rows=6)
 
 
+@pytest.mark.parametrize("rows", [4, 2, 1])
+def test_ctc_loss_is_a_mean_over_rows_of_any_length(rows: int) -> None:
+    lengths = torch.tensor([1, 5, 2, 3])[:rows]
+    scores = torch.rand(9, rows, 8).requires_grad_().log_softmax(2)
+    loss = ctc_loss(scores, torch.ones(rows, 5, dtype=torch.long), torch.full((rows,), 9), lengths)
+    assert (is_over_a_part(loss, rows), odd_divisor(loss, rows), is_sum(loss, rows)) == (False, None, False)
+    assert function_of_a_mean(loss, rows) == ""
+
+
 def test_a_mean_over_values_times_a_normalised_mask_is_over_a_part() -> None:
     some = torch.arange(LOGITS.numel()).view(LOGITS.shape) % 3 > 0
     assert is_over_a_part(_masked(some))
@@ -252,6 +269,8 @@ def test_a_sum_over_a_parameter_is_not_one_over_the_batch(penalty: Callable[[], 
     assert not is_sum(loss, 6)
     assert not is_sum(loss - 1e-4 * penalty() + penalty(), 6)
 
+
+CHOICES = torch.rand(6, 3, 5).requires_grad_()
 
 PLACES = (TARGET >= 0).nonzero().squeeze(1)
 
@@ -363,6 +382,8 @@ def focused(loss: torch.Tensor) -> torch.Tensor:
         (lambda: (1 - cosine_similarity(LOGITS, LOGITS.detach() + 1)).mean(), 6, ""),
         (lambda: LOGITS.norm(dim=-1).mean() + LOGITS.std(1).mean() + LOGITS.logsumexp(1).mean(), 6, ""),
         (lambda: EACH.mean() + PARAMETER.norm() + BIAS.std(), 6, ""),
+        (lambda: logsigmoid(torch.einsum("bd,bkd->bk", LOGITS, CHOICES)).mean(), 6, ""),  # a product within each row
+        (lambda: logsigmoid((CHOICES @ LOGITS[..., None])[..., 0]).sum(1).mean(), 6, ""),
         (lambda: EACH.mean(), 6, ""),
     ],
 )

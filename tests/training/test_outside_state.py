@@ -730,6 +730,10 @@ def test_nothing_is_named_where_nothing_is_saved_or_the_module_saves_its_own(
 # ------------------------------------------------------------------------------------------------ schedulers and optimizers of one's own
 
 
+class Own(torch.optim.SGD):
+    """An optimizer of the user's: a schedule sets an attribute on it, which needs no checkpoint."""
+
+
 class Steps(TrainModule):
     """Holds a scheduler and a second optimizer; `own` says which of them it steps itself instead of returning them."""
 
@@ -742,7 +746,7 @@ class Steps(TrainModule):
         return torch.nn.functional.mse_loss(self.layer(batch[0]) + self.spare(batch[0]), batch[1])
 
     def configure_optimizers(self) -> Any:
-        self.main = torch.optim.SGD(self.layer.parameters(), lr=1e-3)
+        self.main = Own(self.layer.parameters(), lr=1e-3)
         self.second = torch.optim.Adam(self.spare.parameters(), lr=1e-3)
         self.warm = torch.optim.lr_scheduler.LinearLR(self.main, 0.5, total_iters=2)
         self.whole = torch.optim.lr_scheduler.ConstantLR(self.main, 1.0)

@@ -174,9 +174,8 @@ def reached_by_reading(run: Run) -> Reachable:
 def _of_optimizers(optimizers: list[Optimizer]) -> Iterator[tuple[str, Any]]:
     """What no checkpoint holds of optimizers: their attributes, state under a name and not a parameter, and the state that the optimizers
     inside them keep for themselves."""
-    common = vars(
-        torch.optim.SGD([torch.zeros(1)])
-    )  # attributes that every optimizer has; checkpoints hold their state
+    # attributes that every optimizer has, and the one that a torch schedule sets; checkpoints hold their state
+    common = {*vars(torch.optim.SGD([torch.zeros(1)])), "_opt_called"}
     for optimizer in optimizers:
         label = type(optimizer).__name__
         inside = [pair for pair in inner_optimizers(optimizer, label) if pair[1] not in optimizers]

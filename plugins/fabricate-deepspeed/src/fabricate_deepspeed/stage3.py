@@ -199,20 +199,34 @@ class ZeRO3(ZeRO):
         start, count = shards.own_range(tensor)
         return self.Part(tensor.ds_tensor.detach().flatten().narrow(0, 0, count), start, shape, False)
 
+    @property
+    def _offloaded(self) -> Any:
+        """DeepSpeed's object that gathers and partitions parameters."""
+        return getattr(self._engine.optimizer, "parameter_offload", self._engine.optimizer)
+
+    def _gather_persistent(self) -> None:
+        """Gather the small parameters that DeepSpeed keeps whole between updates."""
+        if persistent := self._offloaded.persistent_parameters:
+            persistent[0].all_gather(persistent)
+
+    def after_evaluation(self, model: torch.nn.Module) -> None:
+        # DeepSpeed has begun to gather the first layers for the next forward, and hooks could not change them.
+        if self._engine is not None:
+            self._offloaded.partition_all_parameters()
+            self._gather_persistent()
+
     def after_load(self) -> None:
         if self._engine is None:
             return
         zero = self._engine.optimizer
-        whole = getattr(zero, "parameter_offload", zero)
         # Parameters that are whole now, such as those that DeepSpeed keeps for a later layer of its trace, would keep their old values.
-        whole.partition_all_parameters()
+        self._offloaded.partition_all_parameters()
         for number in range(len(zero.fp16_groups) if self._slices else 0):
             if self._files is not None:
                 self._files.renew(number)
             else:
                 zero._reassign_or_swap_out_partitioned_parameters(number)
-        if persistent := whole.persistent_parameters:
-            persistent[0].all_gather(persistent)
+        self._gather_persistent()
 
     def _scaled_norm(self) -> torch.Tensor:
         from deepspeed.runtime.utils import combine_grad_norm_groups
