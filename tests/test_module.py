@@ -194,6 +194,26 @@ def test_a_module_inside_the_module_logs_and_knows_the_trainer(late: bool) -> No
     assert _fit(inner, log_every=1).metrics["rows"] == 2
 
 
+@pytest.mark.parametrize("trained", [True, False])
+def test_hooks_of_a_trained_module_inside_the_module_are_named(
+    trained: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Inner(Regression):
+        def on_step(self) -> None:
+            raise AssertionError("called")
+
+    class Outer(Regression):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Inner().requires_grad_(trained)
+
+        def training_step(self, batch: Any) -> Any:
+            return super().training_step(batch) + self.inner.training_step(batch)
+
+    _fit(Outer(), print_plan="full")
+    assert ("are not called: on_step of Outer.inner" in capsys.readouterr().out) == trained
+
+
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module))])
 def test_a_copy_taken_during_a_fit_leaves_the_trainer_behind(copied: Any) -> None:
     class Copies(Callback):

@@ -24,8 +24,8 @@ from fabricate.configuration.resolve import Resolved
 from fabricate.distributed.engine import Engine
 from fabricate.distributed.stacks import here
 from fabricate.distributed.trackers import check_trackers, finish_trackers, needs_directory
-from fabricate.errors import ConfigurationError, FabricateError
-from fabricate.hooks import PROJECT, hookimpl
+from fabricate.errors import ConfigurationError, FabricateError, few
+from fabricate.hooks import HOOKS, PROJECT, hookimpl
 from fabricate.launch.ranks import Launch
 from fabricate.metrics.counters import Progress
 from fabricate.metrics.reduction import Metrics
@@ -251,7 +251,7 @@ def _prepare(run: Run, stages: Sequence[str], seed: int) -> None:
     attach(module, run.trainer)  # with the layers that configure_model has built
     check_has_values(module)
     run.checkpoints.constants = engine.broadcast_json(constants(module))
-    run.notes.extend(_wrapped(module) if training else ())
+    run.notes.extend([*_wrapped(module), *_not_called(module)] if training else ())
     if training and not any(p.requires_grad for p in module.parameters()):
         raise ConfigurationError(
             f"{type(module).__name__} has no trainable parameter; build layers in __init__ or configure_model"
@@ -265,6 +265,18 @@ def _prepare(run: Run, stages: Sequence[str], seed: int) -> None:
     if engine.ranks_per_row > 1:
         run.closing.callback(synchronise_torchmetrics(module, engine.counterparts(engine.ranks_per_row)))
     run.notes.extend(engine.notes)
+
+
+def _not_called(module: TrainModule) -> Iterator[str]:
+    """A note for each TrainModule inside the module that is trained and has hooks, which nobody calls."""
+    for name, part in module.named_modules():
+        if not name or not isinstance(part, TrainModule) or not any(p.requires_grad for p in part.parameters()):
+            continue
+        if hooks := [hook for hook in HOOKS if hook in vars(type(part))]:
+            yield (
+                f"hooks of a TrainModule inside another are not called: {few(hooks)} of {type(module).__name__}.{name}. If they are "
+                f"needed, call them in the same methods of {type(module).__name__}"
+            )
 
 
 def _wrapped(module: TrainModule) -> Iterator[str]:

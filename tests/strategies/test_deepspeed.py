@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import importlib
 import json
 import os
 from pathlib import Path
@@ -531,6 +532,52 @@ class Halves(Callback):
             trainer.strategy.local_part(parameter).memory.mul_(0.5)
         trainer.strategy.after_load()
         trainer.request_eval()
+
+
+class HalvesAtTheEnd(Callback):
+    """Halves the weights after the evaluation of each epoch."""
+
+    def on_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
+        with trainer.strategy.changing(module.parameters()), torch.no_grad():
+            for parameter in module.parameters():
+                parameter.mul_(0.5)
+
+
+class Tokens(TrainModule):
+    """A small language model of transformers, of which DeepSpeed gathers the first layers before they are needed."""
+
+    def configure_model(self) -> None:
+        transformers = importlib.import_module("transformers")
+        sizes = {"vocab_size": 50, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 8}
+        dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+        self.model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **dropout))
+
+    def training_step(self, batch: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = self.model(input_ids=batch, labels=batch).loss
+        return loss
+
+    def validation_step(self, batch: torch.Tensor) -> Any:
+        return {"loss": self.training_step(batch)}
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def _changed_after_an_evaluation(strategy: str) -> float:
+    torch.manual_seed(0)
+    rows = torch.randint(50, (32, 8), generator=torch.Generator().manual_seed(1))
+    options: Any = {"strategy": strategy, "precision": "fp32", "progress": False, "plugins": [HalvesAtTheEnd()]}
+    return (
+        Trainer(max_epochs=2, seed=1, gradient_accumulation_steps=3, **options)
+        .fit(Tokens(), rows, rows[:7], batch_size=2)
+        .metrics["val_loss"]
+    )
+
+
+def test_weights_may_be_changed_right_after_an_evaluation() -> None:
+    """DeepSpeed has begun to gather layers then, for the next forward."""
+    losses = [run_ranks(_changed_after_an_evaluation, 2, strategy, timeout=120)[0] for strategy in ("ddp", "zero3")]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
 
 
 def _evaluated_after_halving(strategy: str) -> tuple[float, float]:
