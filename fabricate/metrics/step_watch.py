@@ -97,8 +97,8 @@ class _Reduced(NamedTuple):
         return "" if divisor in others else f"a mean over {divisor:g} values for {rows} rows"
 
     def _is_loop_over(self, rows: int, others: Collection[int]) -> bool:
-        """Whether each of the terms was probably computed from one row of a batch of `rows`: there are at most as many terms as rows, and the
-        first dimension of none is a multiple of the number of rows."""
+        """Whether each of the terms was probably computed from one row of a batch of `rows`: there are at most as many terms as rows,
+        and the first dimension of none is a multiple of the number of rows."""
         of_one_row = (bool(sizes) and sizes[0] % rows and math.prod(sizes) not in others for sizes in self.terms)
         return len(self.terms) <= rows and all(of_one_row)
 
