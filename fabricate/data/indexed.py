@@ -204,7 +204,8 @@ class Indexed(Source):
                 f"gives its rows in another order than when the checkpoint was saved, at row {start} of this epoch, so rows would be "
                 "lost or repeated. The sampler, or the weights or lengths that it draws from, changed since then, or it has "
                 "its own generator. "
-                "Use the same sampler, draw from torch's global generator, or set Trainer(accept_changes=('train',))"
+                "Use the same sampler, draw from torch's global generator, or set Trainer(accept_changes=('train',)). If training changes "
+                "the weights, keep them in a buffer that changes only in on_epoch_end"
             )
 
     def batches(self, *, stand_ins: bool) -> Generator[EvalBatch, None, None]:

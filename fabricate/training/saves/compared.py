@@ -161,7 +161,8 @@ def _compare_rows(run: Run, path: Path, tree: Any, now: dict[str, Any]) -> None:
         )
         note = (
             f"{path} was saved with train data of fingerprint {before}, but train now has fingerprint {after}{which}: {what}. Pass the "
-            "same data, or accept the change: Trainer(accept_changes=('train',))"
+            "same data; for other data, such as another fold, use another run_dir; or accept the change: "
+            "Trainer(accept_changes=('train',))"
         )
         run.journal.event("data_changed", reason=note)
         if run.engine.rank == 0:
