@@ -214,10 +214,10 @@ class Every:
 class FitResult:
     """The result of `Trainer.fit`, the same on every rank.
 
-    steps: applied updates since the run began; epochs: completed passes; metrics: the last value of every metric, as a float (those of a
-    validation can be older than the last update; with load_best=True too they are not those of the best weights); stop_reason: why the fit
-    ended ("max_steps", "max_epochs", "interrupted" by Ctrl-C, "preempted" by a signal, `max_time` or the stop file, or the reason passed
-    to `stop()`); checkpoint: the newest committed checkpoint, or None without a `run_dir`; best_checkpoint and best_score: with
+    steps: applied updates since the run began; epochs: completed passes; metrics: the last value of every metric, as a float (the last
+    validation can be older than the last update, and with load_best=True it is not that of the weights that were loaded); stop_reason: why
+    the fit ended ("max_steps", "max_epochs", "interrupted" by Ctrl-C, "preempted" by a signal, `max_time` or the stop file, or the reason
+    passed to `stop()`); checkpoint: the newest committed checkpoint, or None without a `run_dir`; best_checkpoint and best_score: with
     `keep={"best": ...}`, the best checkpoint by the metric of `keep`, and the value of this metric.
     """
 
