@@ -177,6 +177,7 @@ class Trainer:
         self.settings = Settings.checked(locals(), defaults)
         self._run: Run | None = None
         self._ended: _Counted | None = None
+        self._evaluations = 0
 
     def __getattr__(self, name: str) -> Any:
         """Called for attributes that do not exist. For names from other frameworks, the error says what to use."""
@@ -602,6 +603,7 @@ class Trainer:
             raise ConfigurationError("data={}: name at least one data set")
         check_dataloader_idx(module, stage, sources.validation)
         path, text = self._checkpoint_path(checkpoint) if checkpoint is not None else (None, "")
+        number = self._number_of_evaluation()
         with opened(self, resolved, module, [stage], sources) as run:
             if path is not None:
                 run.progress.load(resuming.load_weights_only(run, path))
@@ -609,10 +611,19 @@ class Trainer:
                 run.progress.load(self._ended.progress.state())
             if text:
                 module.print(text)
+            evaluation.draw_anew(run, number)
             with noting_failures(run):
                 if stage == "predict":
                     return evaluation.predict(run, sources.validation)
                 return evaluation.evaluate(run, sources.validation, stage)
+
+    def _number_of_evaluation(self) -> int:
+        """A number on which the random numbers of an evaluation depend: with a seed, how many this Trainer has begun; else a number drawn
+        from torch's generator, so that the evaluations of other Trainers differ too."""
+        if self.settings.seed is None:
+            return int(torch.randint(2**31, ()))
+        self._evaluations += 1
+        return self._evaluations
 
     def _checkpoint_path(self, checkpoint: str | os.PathLike[str]) -> tuple[Path, str]:
         """The path of the checkpoint, and a line to print about it (may be empty)."""

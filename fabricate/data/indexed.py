@@ -261,7 +261,7 @@ class Indexed(Source):
                 yield begin + share.start, begin + share.stop, share.rows
 
     def _load(self, epoch: int, order: RowOrder | BatchOrder, places: Callable[[], Iterator[_Place]]) -> Iterator[Any]:
-        seed, options = self._setup.seed, self._options
+        seed, options = self.reading_seed, self._options
         dataset: Dataset[Any] = self._reader
         seeded = options["num_workers"] > 0
         if seeded:

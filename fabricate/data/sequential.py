@@ -11,6 +11,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import closing, nullcontext
+from dataclasses import replace
 from itertools import accumulate, islice
 from typing import Any, NamedTuple
 
@@ -120,7 +121,7 @@ class Sequential(Source):
         if not self._in_worker and not self._pin_memory:
             return iter(reader)
         generator = torch.Generator()
-        generator.manual_seed(batch_seed(self._setup.seed, epoch))
+        generator.manual_seed(batch_seed(self.reading_seed, epoch))
         return iterate(
             DataLoader(
                 reader,
@@ -139,7 +140,7 @@ class _Reader(IterableDataset[Any]):
 
     def __init__(self, source: Sequential, epoch: int, start: int, state: Any) -> None:
         self.dataset = source.data
-        self._setup = source._setup
+        self._setup = replace(source._setup, seed=source.reading_seed)
         self._batch_size = source.batch_size
         self._window = source._units_per_window
         self._cap = sys.maxsize if source._cap is None else source._cap

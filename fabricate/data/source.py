@@ -12,6 +12,7 @@ from fabricate.data.batches import EvalBatch, Window
 from fabricate.data.identity import attributes, fingerprint, indices
 from fabricate.data.order import num_windows
 from fabricate.errors import ConfigurationError
+from fabricate.seeding import derive_seed
 
 Watch = Callable[[Iterable[Any]], Iterator[Any]]
 """A function that yields the items of its argument, and may measure how long each takes to arrive."""
@@ -162,6 +163,7 @@ class Source(ABC):
         self._setup = setup
         self._cap = setup.limited(units, step)
         self._units_per_window = step * setup.accumulation
+        self._evaluation: int | None = None
         self.kind = kind
         self.batch_size = batch_size
         self.resumes = resumes
@@ -239,8 +241,20 @@ class Source(ABC):
 
     @property
     def seed(self) -> int:
-        """The seed of the order and of the random state during reading."""
+        """The seed of the order and, if `draw_anew` was not called, of the random state during reading."""
         return self._setup.seed
+
+    @property
+    def reading_seed(self) -> int:
+        """The seed of the random state during reading."""
+        if self._evaluation is None:
+            return self.seed
+        return derive_seed(self.seed, "evaluation", self._evaluation)
+
+    def draw_anew(self, evaluation: int) -> None:
+        """Give reading the random numbers of the evaluation with this number; the order of a data set that has a length stays the same.
+        Call it before anything is read."""
+        self._evaluation = evaluation
 
     def reseed(self, seed: int) -> None:
         """Set another seed, that of the resumed run. Call it before anything is read."""

@@ -1,4 +1,5 @@
 """Evaluation: metrics over each row exactly once, and predictions in the order of the data. Training continues as if no evaluation had run.
+Outside of a fit, each evaluation draws other random numbers.
 
 Must not know: when it is due (`boundary`).
 """
@@ -25,7 +26,7 @@ from fabricate.errors import ConfigurationError
 from fabricate.metrics.reduction import one_number
 from fabricate.metrics.torchmetrics_objects import set_apart, snapshot_torchmetrics
 from fabricate.module import STEPS, overrides, refusing_logs
-from fabricate.seeding import rng_state, set_rng_state
+from fabricate.seeding import derive_seed, rng_state, seed_everything, set_rng_state
 from fabricate.training.evaluations.evaluated import Evaluated, new_metrics, prefix_of, share_objects
 from fabricate.training.evaluations.measured import MeasuredSteps, restorable, rows_in, run_step
 from fabricate.training.interruptions.overdue import waiting
@@ -63,12 +64,24 @@ def check_keep(run: Run, metrics: Mapping[str, float]) -> None:
         )
 
 
+def draw_anew(run: Run, number: int) -> None:
+    """Before an evaluation outside of a fit: let every rank draw other random numbers than the other ranks, and than evaluations with
+    another number. If the user has set no seed, the generators of a single process go on from where they are. All ranks."""
+    engine = run.engine
+    number = int(engine.broadcast_json(number))
+    for source in run.validation.values():
+        source.draw_anew(number)
+    if run.settings.seed is not None or engine.world_size > 1:
+        seed = next(iter(run.validation.values())).seed
+        seed_everything(derive_seed(seed, "evaluation", number, "rank", engine.data_rank))
+
+
 @contextlib.contextmanager
 def _evaluating(run: Run, stage: str) -> Iterator[None]:
-    """Run the body in eval mode without gradients. Afterwards the modes of all submodules, the random generators and the torchmetrics
-    objects that training logs are as before."""
+    """Run the body in eval mode without gradients. Afterwards the modes of all submodules and the torchmetrics objects that training logs
+    are as before, and in a fit the random generators."""
     modes = [(m, m.training) for m in run.module.modules()]
-    generators = rng_state()
+    generators = rng_state() if run.source is not None else None
     restore_buffers = run.engine.share_buffers(run.module)
     restore_metrics = set_apart({id(metric): metric for metric in run.metrics.objects.values()}.values())
     before, run.now.stage, run.now.batch, run.now.batch_idx = run.now.batch, stage, None, 0
@@ -91,7 +104,8 @@ def _evaluating(run: Run, stage: str) -> Iterator[None]:
         for module, mode in modes:
             module.training = mode
         if device_works:
-            set_rng_state(generators)
+            if generators is not None:
+                set_rng_state(generators)
             restore_buffers()
             restore_metrics()
         run.module._logged[:] = pending
@@ -123,8 +137,8 @@ def _without_training(run: Run, stage: str) -> Iterator[None]:
 
 def evaluate(run: Run, sources: Mapping[str, Source], stage: str, most: int | None = None) -> dict[str, float]:
     """Metrics over the data of `sources`, each sample once over all ranks, as floats, the same on every rank. All ranks. Afterwards the
-    module's modes and the random generators are as before. `most`: the number of batches of each source in a trial run, of which plugins
-    get no events; None: all."""
+    module's modes and, in a fit, the random generators are as before. `most`: the number of batches of each source in a trial run, of which
+    plugins get no events; None: all."""
     trainer, module, engine = run.trainer, run.module, run.engine
     calls = run.calls if most is None else run.calls.of_module()
     evaluated = Evaluated(run, stage)

@@ -1,0 +1,94 @@
+"""Outside of a fit, every rank and every evaluation draws random numbers of its own; a seed makes them repeatable."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import combinations
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import Dataset, IterableDataset
+
+from fabricate import Trainer, TrainModule
+from fabricate.testing import run_ranks
+
+ROWS = 8
+
+
+class Rows(Dataset[Any]):
+    """Eight rows, augmented at random."""
+
+    def __len__(self) -> int:
+        return ROWS
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return index + 0.1 * torch.rand(())
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        rows = Rows()
+        return (rows[index] for index in range(ROWS))
+
+
+class Noise(TrainModule):
+    """Predicts random numbers, or the rows of the data."""
+
+    def __init__(self, source: str) -> None:
+        super().__init__()
+        self.source = source
+
+    def predict_step(self, batch: torch.Tensor) -> torch.Tensor:
+        return torch.rand(len(batch)) if self.source == "step" else batch
+
+
+SOURCES = ["step", "data set", "data set in a worker", "stream"]
+
+
+def predict(trainer: Trainer, source: str) -> list[float] | None:
+    data = Stream() if source == "stream" else Rows()
+    outputs = trainer.predict(Noise(source), data, batch_size=2, num_workers=int(source.endswith("worker")))
+    return None if outputs is None else [float(output) for output in outputs]
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_without_a_seed_no_evaluation_repeats_the_numbers_of_another(source: str) -> None:
+    trainer, other = Trainer(progress=False), Trainer(progress=False)
+    results = [predict(each, source) for each in (trainer, trainer, other, other)]
+    assert all(one != two for one, two in combinations(results, 2))
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_with_a_seed_the_second_evaluation_differs_from_the_first_and_both_are_repeatable(source: str) -> None:
+    one, two = Trainer(seed=0, progress=False), Trainer(seed=0, progress=False)
+    before = torch.get_rng_state()
+    first, second = predict(one, source), predict(one, source)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert first != second
+    assert [predict(two, source), predict(two, source)] == [first, second]
+    assert predict(Trainer(seed=1, progress=False), source) != first
+
+
+def test_without_a_seed_the_generators_of_the_script_go_on() -> None:
+    torch.manual_seed(0)
+    first = predict(Trainer(progress=False), "step")
+    second = predict(Trainer(progress=False), "step")
+    torch.manual_seed(0)
+    assert [predict(Trainer(progress=False), "step"), predict(Trainer(progress=False), "step")] == [first, second]
+    assert first != second
+
+
+def predicted_twice(seeds: list[int | None]) -> list[list[Any]]:
+    """For each seed the predictions of two calls for each source."""
+    return [
+        [predict(trainer, source) for source in SOURCES[:3] for _ in range(2)]
+        for trainer in (Trainer(seed=seed, progress=False) for seed in seeds)
+    ]
+
+
+def test_every_rank_draws_its_own_numbers_in_an_evaluation() -> None:
+    with_seed, without = run_ranks(predicted_twice, 2, [0, None])[0]
+    for results in (with_seed, without):
+        drawn = [number % 1 for result in results for number in result]
+        assert len(set(drawn)) == len(drawn) == 6 * ROWS
