@@ -321,14 +321,21 @@ class Group:
         return self._failures is not None and self._failures.posted(name)
 
     def share_buffers(self, module: torch.nn.Module) -> Callable[[], None]:
-        """Copy rank 0's buffers to every rank, because running statistics differ between ranks. Returns a function that restores this
-        rank's own buffers, so that an evaluation changes nothing."""
+        """Copy rank 0's buffers to every rank, because running statistics differ between ranks; buffers of unequal shapes (tables that grow
+        with the longest sequence of a rank) stay as they are. Returns a function that gives those buffers their own values of this rank
+        again that were not written since, so that an evaluation keeps what its steps and hooks write and changes nothing else. All
+        ranks."""
         if self.world_size == 1:
             return lambda: None
-        own = [(buffer, buffer.clone()) for buffer in module.buffers()]
-        for buffer, _ in own:
+        buffers = dict(module.named_buffers())
+        first, *others = self.gather_json({name: [str(b.dtype), *b.shape] for name, b in buffers.items()})
+        replaced = []
+        for buffer in (buffers[name] for name, kind in first.items() if all(kind == each.get(name) for each in others)):
+            own = buffer.clone()
             broadcast(buffer)
-        return lambda: restore_buffers(own)
+            if not torch.equal(buffer, own):
+                replaced.append((buffer, own, buffer.clone()))
+        return lambda: restore_buffers((b, own) for b, own, shared in replaced if torch.equal(b, shared))
 
     def report_failure(self, exc: BaseException, listeners: Sequence[Listener] = ()) -> RankError | None:
         """Write this rank's failure into the store, for the other ranks. If `exc` is only an echo of a failure on another rank (see

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from fabricate.data.batches import rows_at, visible_rows
+from fabricate.model.modes import evaluation_mode
 from fabricate.module import step_function
 from fabricate.seeding import rng_state, set_rng_state
 from fabricate.training.evaluations.sanity import put_back
@@ -61,13 +62,10 @@ def _loss(run: Run, batch: Any) -> tuple[float, float, str]:
 @contextmanager
 def _aside(run: Run) -> Iterator[None]:
     """Run the body in eval mode; afterwards modes, generators, attributes and logged values are as before."""
-    modes, generators, logged = [(m, m.training) for m in run.module.modules()], rng_state(), list(run.module._logged)
+    generators, logged = rng_state(), list(run.module._logged)
     try:
-        with put_back(run):
-            run.module.eval()
+        with put_back(run), evaluation_mode(run.module):
             yield
     finally:
-        for module, mode in modes:
-            module.training = mode
         set_rng_state(generators)
         run.module._logged[:] = logged

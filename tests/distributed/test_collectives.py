@@ -15,6 +15,7 @@ from torch.utils.data import TensorDataset
 from fabricate import Trainer, TrainModule
 from fabricate.distributed.group import Group
 from fabricate.testing import close_pools, run_ranks
+from tests.distributed.test_group import joined
 
 
 class Classes(TrainModule):
@@ -138,25 +139,43 @@ def test_the_time_out_of_the_trainer_reaches_every_process_group(fits: list[list
         assert [limits for _, limits in rank] == [{7}] * 3 + [{9}] * 3
 
 
-def shared_values() -> list[Any]:
+def shared_values(group: Group) -> list[Any]:
     """This rank's values before, those that all share, and this rank's again."""
-    rank = dist.get_rank()
+    rank = group.rank
     module = torch.nn.Module()
     module.register_buffer("counts", torch.full((3,), rank + 1, dtype=torch.int16))
     module.register_buffer("turned", torch.arange(6.0).reshape(2, 3).t() + 10 * rank)
     module.register_buffer("flag", torch.tensor(rank == 0))
     values = [[buffer.tolist() for buffer in module.buffers()]]
-    restore = Group(rank, 2).share_buffers(module)
+    restore = group.share_buffers(module)
     values.append([buffer.tolist() for buffer in module.buffers()])
     restore()
     return [*values, [buffer.tolist() for buffer in module.buffers()], module.get_buffer("turned").is_contiguous()]
 
 
+def written_values() -> list[Any]:
+    """This rank's buffers after an evaluation that writes one, and after which another has a shape of its own on each rank."""
+    group = joined()
+    rank = group.rank
+    module = torch.nn.Module()
+    module.register_buffer("counts", torch.full((2,), rank + 1))
+    module.register_buffer("threshold", torch.tensor(float(rank)))
+    module.register_buffer("table", torch.arange(2 + rank))
+    restore = group.share_buffers(module)
+    module.get_buffer("threshold").fill_(7)
+    restore()
+    return [buffer.tolist() for buffer in module.buffers()]
+
+
+def test_a_buffer_that_is_written_while_it_is_shared_keeps_its_value_and_unequal_shapes_are_left_alone() -> None:
+    first, second = run_ranks(written_values, 2)
+    assert first == [[1, 1], 7, [0, 1]]
+    assert second == [[2, 2], 7, [0, 1, 2]]
+
+
 def only_what_nccl_takes() -> list[Any]:
     """`shared_values`, where a broadcast takes contiguous tensors of some dtypes."""
-    if not dist.is_initialized():
-        dist.init_process_group("gloo")
-    own = dist.broadcast
+    group, own = joined(), dist.broadcast
 
     def strict(tensor: torch.Tensor, **options: Any) -> Any:
         assert tensor.is_contiguous()
@@ -165,7 +184,7 @@ def only_what_nccl_takes() -> list[Any]:
 
     dist.broadcast = strict
     try:
-        return shared_values()
+        return shared_values(group)
     finally:
         dist.broadcast = own
 

@@ -25,6 +25,7 @@ from fabricate.distributed.group import looking_alone
 from fabricate.errors import ConfigurationError
 from fabricate.metrics.reduction import one_number
 from fabricate.metrics.torchmetrics_objects import set_apart, snapshot_torchmetrics
+from fabricate.model.modes import evaluation_mode
 from fabricate.module import STEPS, overrides, refusing_logs
 from fabricate.seeding import derive_seed, rng_state, seed_everything, set_rng_state
 from fabricate.training.evaluations.evaluated import Evaluated, new_metrics, prefix_of, share_objects
@@ -80,17 +81,15 @@ def draw_anew(run: Run, number: int) -> None:
 def _evaluating(run: Run, stage: str) -> Iterator[None]:
     """Run the body in eval mode without gradients. Afterwards the modes of all submodules and the torchmetrics objects that training logs
     are as before, and in a fit the random generators."""
-    modes = [(m, m.training) for m in run.module.modules()]
     generators = rng_state() if run.source is not None else None
     restore_buffers = run.engine.share_buffers(run.module)
     restore_metrics = set_apart({id(metric): metric for metric in run.metrics.objects.values()}.values())
     before, run.now.stage, run.now.batch, run.now.batch_idx = run.now.batch, stage, None, 0
     pending, run.module._logged[:] = list(run.module._logged), []
     counted = snapshot_torchmetrics(run.module)
-    run.module.eval()
     device_works = True
     try:
-        with meant_weights(run), _without_training(run, stage), torch.no_grad():
+        with evaluation_mode(run.module), meant_weights(run), _without_training(run, stage), torch.no_grad():
             yield
         # after an exception they stay, because the error note describes them
         run.now.stage, run.now.batch = "train", before
@@ -101,8 +100,6 @@ def _evaluating(run: Run, stage: str) -> Iterator[None]:
             counted()  # so that the next evaluation does not add to the counts of this one
         raise
     finally:
-        for module, mode in modes:
-            module.training = mode
         if device_works:
             if generators is not None:
                 set_rng_state(generators)
