@@ -261,7 +261,8 @@ class TrainModule(torch.nn.Module, Listener):
         """Metrics of a whole validation or test set (R2, BLEU, F1), added to those of the steps. Optional; called on rank 0, once
         per data set, and every rank gets what it returns. `outputs` is a list with one item per sample, each exactly once, in the
         order of the data: the rows of what the steps returned under "outputs" (whose leading dimension has to be the rows). Tensors
-        are on the CPU. Do not call collectives.
+        are on the CPU. Do not call collectives. An attribute that it sets has its new value on rank 0 only: return what other ranks
+        need, such as a threshold, as a metric, and set it in `on_eval_end`.
 
             def validation_step(self, batch):
                 x, y = batch

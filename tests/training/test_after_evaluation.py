@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+from contextlib import redirect_stderr
 from typing import Any
 
 import pytest
@@ -182,3 +184,34 @@ def test_a_buffer_that_a_hook_of_an_evaluation_writes_keeps_its_value_on_every_r
             assert threshold == pytest.approx(loss)
             assert again == pytest.approx(later)
         assert results[1][2] == 8 * (1 + rank)  # under fsdp; under ddp torch sends rank 0's buffers before each forward
+
+
+class OnRankZero(Model):
+    """Sets an attribute and a buffer in compute_metrics, and keeps a record there."""
+
+    def __init__(self) -> None:
+        super().__init__(FreezesLater)
+        self.register_buffer("middle", torch.zeros(()))
+        self.threshold, self.record = 0.5, list[float]()
+
+    def validation_step(self, batch: Any) -> dict[str, Any]:
+        return {"loss": self.loss(batch), "outputs": batch[1]}
+
+    def compute_metrics(self, outputs: list[torch.Tensor]) -> dict[str, float]:
+        self.threshold = float(torch.stack(outputs).mean())
+        self.get_buffer("middle").fill_(self.threshold)
+        self.record.append(self.threshold)
+        return {"mean": self.threshold}
+
+
+def printed() -> str:
+    with redirect_stderr(io.StringIO()) as text:
+        Trainer(progress=False).validate(OnRankZero(), data(), batch_size=8)
+    return text.getvalue()
+
+
+def test_an_attribute_that_compute_metrics_sets_gets_a_note_on_several_ranks() -> None:
+    note = "OnRankZero.compute_metrics set self.threshold, self.middle on rank 0 only"
+    assert note not in printed()
+    first, second = run_ranks(printed, 2)
+    assert (first.count(note), second) == (1, "")
