@@ -82,9 +82,9 @@ class Trainer:
     update; hooks and logs get the norm before clipping.
     nonfinite: "stop": raise an error when a loss is not finite (checked at log boundaries); "skip": skip updates whose gradient is
     not finite (waits for the device once per update).
-    seed: determines initial weights, data order and dropout; dropout differs from rank to rank. After the fit the global generators
-    are restored. If it is not set, the data order comes from torch's initial seed, and a single process uses the global generators in
-    their current state.
+    seed: determines initial weights, data order and dropout; dropout differs from rank to rank. After a fit or an evaluation the
+    global generators are restored. If it is not set, the data order comes from torch's initial seed, and a single process uses the
+    global generators in their current state.
     deterministic: use torch's deterministic algorithms during the fit.
     detect_anomaly: use torch's anomaly detection during the fit: an error in backward shows the forward operation that caused it,
     and a NaN gradient is an error. Slow.

@@ -10,6 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -71,8 +72,9 @@ def _print(sums: Mapping[str, Any]) -> None:
         click.echo(f"  {incident['event']:<11} {details}{times}")
     rows = []
     for name, metric in sums["metrics"].items():
-        lowest, highest = (f"{metric[end]['value']:.6g} at step {metric[end]['step']}" for end in ("lowest", "highest"))
-        rows.append((name, f"{metric['last']['value']:.6g}", lowest, highest))
+        ends = (metric["lowest"], metric["highest"])
+        shown = (f"{end['value']:.6g} at step {end['step']}" if end else "none is finite" for end in ends)
+        rows.append((name, f"{float(metric['last']['value']):.6g}", *shown))
     if rows:
         print_table(("metric", "last", "lowest", "highest"), rows)
 
@@ -161,18 +163,20 @@ def _checkpoints(run: RunFiles) -> dict[str, Any]:
     }
 
 
-def _metrics(lines: list[dict[str, Any]]) -> dict[str, dict[str, dict[str, float]]]:
-    """The last, the lowest and the highest value of every metric, with their steps. Values that are not finite are left out."""
-    metrics: dict[str, dict[str, dict[str, float]]] = {}
+def _metrics(lines: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """The last, the lowest and the highest value of every metric, with their steps. The last one may be "nan", "inf" or "-inf", as in
+    metrics.jsonl; the other two are finite, or None if no value is."""
+    metrics: dict[str, dict[str, Any]] = {}
     for line in lines:
         for name, value in line["metrics"].items():
-            if not isinstance(value, int | float) or not math.isfinite(value):
+            if not isinstance(value, int | float) and value not in ("nan", "inf", "-inf"):
                 continue
             at = {"value": value, "step": line["step"]}
-            ends = metrics.setdefault(name, {"last": at, "lowest": at, "highest": at})
+            ends = metrics.setdefault(name, {"last": at, "lowest": None, "highest": None})
             ends["last"] = at
-            ends["lowest"] = at if value < ends["lowest"]["value"] else ends["lowest"]
-            ends["highest"] = at if value > ends["highest"]["value"] else ends["highest"]
+            if math.isfinite(float(value)):
+                ends["lowest"] = min(ends["lowest"] or at, at, key=itemgetter("value"))
+                ends["highest"] = max(ends["highest"] or at, at, key=itemgetter("value"))
     return metrics
 
 

@@ -10,9 +10,9 @@ from contextlib import contextmanager
 from typing import Any
 
 from fabricate.data.batches import rows_at, visible_rows
-from fabricate.model.modes import evaluation_mode
 from fabricate.module import step_function
 from fabricate.seeding import rng_state, set_rng_state
+from fabricate.training.evaluations.evaluation import evaluation_mode
 from fabricate.training.evaluations.sanity import put_back
 from fabricate.training.state.run_state import Run
 from fabricate.training.updates.losses import recognised

@@ -195,3 +195,23 @@ main(["report", {str(run)!r}], standalone_mode=False)
 """
     process = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert "val_loss" in process.stdout
+
+
+class Diverges(Net):
+    """Its val_loss is nan from step 4 on, and val_empty always."""
+
+    def validation_step(self, batch: Any) -> dict[str, Any]:
+        return {"loss": 0.5 if self.trainer.step < 4 else float("nan"), "empty": float("nan")}
+
+
+def test_a_metric_that_ends_with_nan_is_reported_as_nan(tmp_path: Path) -> None:
+    data = TensorDataset(torch.randn(16, 4))
+    trainer = Trainer(max_steps=4, seed=1, run_dir=tmp_path / "run", validate_every=2, sanity_batches=0, progress=False)
+    trainer.fit(Diverges(), data, data, batch_size=4)
+    metrics = content(tmp_path / "run")["metrics"]
+    half = {"value": 0.5, "step": 2}
+    assert metrics["val_loss"] == {"last": {"value": "nan", "step": 4}, "lowest": half, "highest": half}
+    assert metrics["val_empty"] == {"last": {"value": "nan", "step": 4}, "lowest": None, "highest": None}
+    text = report(tmp_path / "run").output
+    assert re.search(r"val_loss +nan +0\.5 at step 2 +0\.5 at step 2", text)
+    assert re.search(r"val_empty +nan +none is finite +none is finite", text)

@@ -25,7 +25,6 @@ from fabricate.distributed.group import looking_alone
 from fabricate.errors import ConfigurationError
 from fabricate.metrics.reduction import one_number
 from fabricate.metrics.torchmetrics_objects import set_apart, snapshot_torchmetrics
-from fabricate.model.modes import evaluation_mode
 from fabricate.module import STEPS, TrainModule, overrides, refusing_logs
 from fabricate.seeding import derive_seed, rng_state, seed_everything, set_rng_state
 from fabricate.training.evaluations.evaluated import Evaluated, new_metrics, prefix_of, share_objects
@@ -106,6 +105,30 @@ def _evaluating(run: Run, stage: str) -> Iterator[None]:
             restore_buffers()
             restore_metrics()
         run.module._logged[:] = pending
+
+
+@contextlib.contextmanager
+def evaluation_mode(module: torch.nn.Module) -> Iterator[None]:
+    """Run the body with all submodules in eval mode. Afterwards each has its mode from before."""
+    modes = {m: m.training for m in module.modules()}
+    module.eval()
+    try:
+        yield
+        _switch_back(module, modes)
+    except BaseException:  # without code of the modules, which could hide the error
+        for each, mode in modes.items():
+            each.training = mode
+        raise
+
+
+def _switch_back(module: torch.nn.Module, modes: Mapping[torch.nn.Module, bool], parent_trains: bool = False) -> None:
+    """Call `train` and `eval`, because a module may do more than to set its mode (merge weights, drop a cache). A part that the `train` of
+    its parent puts into eval mode stays there."""
+    mode = modes.get(module, module.training)
+    if module.training != mode and not (mode and parent_trains):
+        module.train(mode)
+    for child in module.children():
+        _switch_back(child, modes, mode)
 
 
 @contextlib.contextmanager
