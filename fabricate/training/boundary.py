@@ -153,12 +153,12 @@ def _report(run: Run, first: FirstUpdate, wanted: Wanted, epoch: int, norm: torc
 def _check(run: Run, wanted: Wanted, ends: bool, last: bool) -> None:
     """Raise an error if parameters differ between ranks, are not trained as declared, or were replaced. Runs when a log, a save or the end
     is due. `last`: whether this is the last update of an epoch."""
+    if wanted.log or wanted.save or ends or last:
+        check_trained(run)  # before the comparison: what only an optimizer knows differs between ranks
     if wanted.save or ends or last:
         compare(run)
     elif wanted.log:
         compare_now_and_then(run)
-    if wanted.log or wanted.save or ends:
-        check_trained(run)
     if ends or last:
         # Raises an error if a hook replaced a parameter.
         optimizer_groups(run.module, run.optim.optimizers, run.engine.strategy)

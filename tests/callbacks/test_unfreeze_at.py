@@ -293,3 +293,31 @@ def on_one_rank(hook: str) -> str:
 def test_ranks_that_freeze_different_parameters_are_an_error(hook: str) -> None:
     for message in run_ranks(on_one_rank, 2, hook):
         assert message.startswith("ranks freeze or unfreeze different parameters after step")
+
+
+class UnfreezesByHand(Net):
+    """Its backbone is frozen, and a hook unfreezes it and gives it to the optimizer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone.requires_grad_(False)
+
+    def on_step(self, trainer: Trainer, step: int) -> None:
+        if step == 2:
+            self.backbone.requires_grad_(True)
+            (optimizer,) = trainer.optimizers.values()
+            optimizer.add_param_group({"params": list(self.backbone.parameters())})
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.head.parameters(), lr=0.1)
+
+
+def unfrozen_by_hand() -> str:
+    with pytest.raises(FabricateError) as caught:
+        Trainer(strategy="ddp", max_steps=8, log_every=4, progress=False).fit(UnfreezesByHand(), ROWS, batch_size=1)
+    return str(caught.value)
+
+
+def test_unfreezing_by_hand_on_several_ranks_is_the_error_of_one_rank() -> None:
+    for message in run_ranks(unfrozen_by_hand, 2):
+        assert "was frozen when the fit began and requires a gradient at step" in message
