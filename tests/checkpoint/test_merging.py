@@ -12,6 +12,8 @@ import pytest
 import torch
 import transformers
 from click.testing import CliRunner
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 from fabricate import Trainer, TrainModule
 from fabricate.cli.main import main
@@ -130,3 +132,19 @@ def test_a_base_that_was_built_in_code_has_to_be_given(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     torch.testing.assert_close(logits(merged), trained, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("has_tokenizer", [False, True])
+def test_a_merge_writes_the_tokenizer_of_the_base_and_makes_none(has_tokenizer: bool, tmp_path: Path) -> None:
+    base = tmp_path / "base"
+    config = transformers.GPT2Config(vocab_size=32, n_embd=16, n_layer=1, n_head=2, n_positions=8)
+    transformers.GPT2LMHeadModel(config).save_pretrained(base)
+    if has_tokenizer:
+        words = Tokenizer(WordLevel({"[UNK]": 0, "a": 1, "word": 2}, unk_token="[UNK]"))
+        transformers.PreTrainedTokenizerFast(tokenizer_object=words, unk_token="[UNK]").save_pretrained(base)
+    fit(tmp_path, base, peft.LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True))
+    result = merge(tmp_path)
+    assert result.exit_code == 0, result.output
+    written = sorted(file.name for file in (tmp_path / "merged").glob("tokenizer*"))
+    assert ("the base model has no tokenizer" in result.output) is not has_tokenizer
+    assert written == (["tokenizer.json", "tokenizer_config.json"] if has_tokenizer else [])

@@ -191,7 +191,11 @@ def _save_tokenizer(place: str, folder: Path) -> list[str]:
     import transformers
 
     try:
-        transformers.AutoTokenizer.from_pretrained(place).save_pretrained(folder)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(place)
     except (OSError, ValueError, KeyError):
+        tokenizer = None
+    # transformers makes one from config.json alone, which knows special tokens and at most one other
+    if tokenizer is None or len(tokenizer) <= len(tokenizer.added_tokens_encoder) + 1:
         return ["the base model has no tokenizer. Add its files if the model needs one"]
+    tokenizer.save_pretrained(folder)
     return []
