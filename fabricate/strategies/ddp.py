@@ -222,7 +222,7 @@ def _sum(parameter: torch.nn.Parameter, sparse: bool) -> torch.Tensor:
     import torch
 
     if not sparse:
-        return parameter.sum()
+        return (torch.view_as_real(parameter) if parameter.is_complex() else parameter).sum()
     first = torch.zeros(1, dtype=torch.long, device=parameter.device)
     return torch.nn.functional.embedding(first, parameter, sparse=True).sum()
 

@@ -1,14 +1,15 @@
-"""Parameters without a dimension, such as CLIP's `logit_scale`: they cannot be divided."""
+"""Parameters without a dimension, such as CLIP's `logit_scale`, and complex ones, as of a Fourier layer."""
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from fabricate import ConfigurationError, Trainer, TrainModule
+from fabricate import ConfigurationError, FabricateError, Trainer, TrainModule
 from fabricate.testing import run_ranks
 
 ROWS = torch.randn(24, 6, generator=torch.Generator().manual_seed(0))
@@ -83,3 +84,43 @@ def test_deepspeed_refuses_parameters_without_a_dimension_by_name(strategy: str)
         assert (
             "DeepSpeed does not support parameters with zero dimensions: scale, fixed; give each the shape (1,)" in text
         )
+
+
+class Fourier(TrainModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(6, 1)
+        self.filter = torch.nn.Parameter(torch.randn(4, dtype=torch.cfloat))
+
+    def training_step(self, batch: torch.Tensor) -> torch.Tensor:
+        filtered = torch.fft.irfft(torch.fft.rfft(batch) * self.filter, n=6)
+        return (self.linear(filtered) - 1).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def _of_complex(strategy: str, batch_size: int) -> tuple[torch.Tensor, str, list[str]]:
+    """The weights after a fit, its error, and its warnings about complex values."""
+    torch.manual_seed(0)
+    module, error = Fourier(), ""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            trainer = Trainer(strategy=strategy, max_epochs=2, seed=0, progress=False)
+            trainer.fit(module, ROWS, batch_size=batch_size, shuffle=False)
+        except FabricateError as exc:
+            error = str(exc)
+    return module.filter.detach().clone(), error, [str(w.message) for w in caught if "omplex" in str(w.message)]
+
+
+def test_complex_parameters_train_under_ddp_as_in_one_process_without_a_warning() -> None:
+    wanted, _, _ = _of_complex("single", 8)
+    for weights, error, warned in run_ranks(_of_complex, 2, "ddp", 4):
+        torch.testing.assert_close(weights, wanted)
+        assert (error, warned) == ("", [])
+
+
+def test_deepspeed_refuses_complex_parameters_and_names_a_strategy() -> None:
+    for _, error, _ in run_ranks(_of_complex, 2, "zero2", 4):
+        assert error.endswith("DeepSpeed trains torch.complex64; use strategy='ddp'")

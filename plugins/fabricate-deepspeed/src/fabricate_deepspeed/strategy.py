@@ -235,9 +235,11 @@ class ZeRO(Strategy, abc.ABC):
     def _verify(self, dtype: torch.dtype) -> None:
         dtypes = {p.dtype for p in self._root.parameters() if p.requires_grad}
         if dtypes != {dtype}:
+            complex_ones = any(each.is_complex for each in dtypes)
+            remedy = "use strategy='ddp'" if complex_ones else "build the module's parameters in float32"
             raise FabricateError(
                 f"strategy={self.name!r} should train parameters in {dtype} (precision={self._settled.precision.name!r}), but "
-                f"DeepSpeed trains {', '.join(map(str, sorted(dtypes, key=str)))}; build the module's parameters in float32"
+                f"DeepSpeed trains {', '.join(map(str, sorted(dtypes, key=str)))}; {remedy}"
             )
 
     def release(self, module: torch.nn.Module, clean: bool) -> bool:
