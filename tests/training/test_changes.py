@@ -301,8 +301,9 @@ def test_another_sampler_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigurationError,
         match="gives its rows in another order than when the checkpoint was saved, at row 2 of this epoch",
-    ):
+    ) as caught:
         run(2, WeightedRandomSampler([1.0, 0.0] * 4, 8))
+    assert any("epoch 0, step 1, micro-batch" in note for note in caught.value.__notes__)
     assert run(2, WeightedRandomSampler([1.0] * 8, 8)).steps == 2
     assert run(3, WeightedRandomSampler([1.0, 0.0] * 4, 8), accept_changes=("train",)).steps == 3
     assert run(5, WeightedRandomSampler([0.0, 1.0] * 4, 8), accept_changes=("train",)).steps == 5

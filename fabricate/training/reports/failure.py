@@ -26,7 +26,8 @@ def noting_failures(run: Run) -> Iterator[None]:
         at, now = run.progress, run.now
         epoch = at.epoch if now.epoch is None else now.epoch
         if now.stage == "train":
-            where = f"while training: rank {run.engine.rank}, epoch {epoch}, step {run.calls.step}, micro-batch {at.micro_step}"
+            step = max(run.calls.step, at.step)  # of a resumed run no hook has been called yet
+            where = f"while training: rank {run.engine.rank}, epoch {epoch}, step {step}, micro-batch {at.micro_step}"
         else:
             doing = {"validate": "validating", "test": "testing", "predict": "predicting"}[now.stage]
             after = f", epoch {epoch}, after step {at.step}" if run.source is not None else ""
