@@ -321,9 +321,9 @@ class Group:
         return self._failures is not None and self._failures.posted(name)
 
     def share_buffers(self, module: torch.nn.Module) -> Callable[[], None]:
-        """Copy rank 0's buffers to every rank, because running statistics differ between ranks; buffers of unequal shapes (tables that grow
-        with the longest sequence of a rank) stay as they are. Returns a function that gives those buffers their own values of this rank
-        again that were not written since, so that an evaluation keeps what its steps and hooks write and changes nothing else. All
+        """Copy rank 0's buffers to every rank, because running statistics differ between ranks. Buffers of unequal shapes (tables that
+        grow with the longest sequence of a rank) stay as they are. Returns a function that gives every buffer that was not
+        written since its value on this rank back, so that an evaluation keeps what its steps and hooks write and changes nothing else. All
         ranks."""
         if self.world_size == 1:
             return lambda: None

@@ -208,6 +208,16 @@ def check_parameters(module: torch.nn.Module) -> None:
             )
 
 
+def check_sparse_buffers(module: torch.nn.Module, where: str) -> None:
+    """Raise `ConfigurationError` if there are sparse buffers. where: what cannot take them."""
+    sparse = [name for name, buffer in module.named_buffers() if buffer.layout != torch.strided]
+    if sparse:
+        raise ConfigurationError(
+            f"{where} cannot take sparse buffers: {few(sparse)}. Register the indices and the values as two buffers, and build the sparse "
+            "tensor from them in forward"
+        )
+
+
 def check_has_values(module: torch.nn.Module) -> None:
     """Raise `ConfigurationError` if a lazy layer has not seen a batch: the shapes of its parameters are not known."""
     lazy = [n for n, p in module.named_parameters() if isinstance(p, torch.nn.parameter.UninitializedParameter)]

@@ -30,7 +30,7 @@ from fabricate.launch.ranks import Launch
 from fabricate.metrics.counters import Progress
 from fabricate.metrics.reduction import Metrics
 from fabricate.metrics.torchmetrics_objects import synchronise_torchmetrics
-from fabricate.model.building import build_model, check_has_values, check_parameters
+from fabricate.model.building import build_model, check_has_values, check_parameters, check_sparse_buffers
 from fabricate.module import NOT_RUNNING, TrainModule, attach, overrides
 from fabricate.registry.hook_calls import Calls, Manager, Origin
 from fabricate.registry.registry import progress_bar
@@ -250,6 +250,8 @@ def _prepare(run: Run, stages: Sequence[str], seed: int) -> None:
     run.notes.extend([note] if (note := build_model(module, seed)) else [])
     attach(module, run.trainer)  # with the layers that configure_model has built
     check_has_values(module)
+    if engine.world_size > 1 or run.run_dir is not None:
+        check_sparse_buffers(module, "a checkpoint" if engine.world_size == 1 else "messages between ranks")
     run.checkpoints.constants = engine.broadcast_json(constants(module))
     run.notes.extend([*_wrapped(module), *_not_called(module)] if training else ())
     if training and not any(p.requires_grad for p in module.parameters()):

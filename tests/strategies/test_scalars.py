@@ -1,4 +1,4 @@
-"""Parameters without a dimension, such as CLIP's `logit_scale`, and complex ones, as of a Fourier layer."""
+"""Parameters without a dimension, such as CLIP's `logit_scale`, complex ones, as of a Fourier layer, and sparse buffers."""
 
 from __future__ import annotations
 
@@ -124,3 +124,41 @@ def test_complex_parameters_train_under_ddp_as_in_one_process_without_a_warning(
 def test_deepspeed_refuses_complex_parameters_and_names_a_strategy() -> None:
     for _, error, _ in run_ranks(_of_complex, 2, "zero2", 4):
         assert error.endswith("DeepSpeed trains torch.complex64; use strategy='ddp'")
+
+
+class Graph(TrainModule):
+    """Multiplies with the adjacency of a graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(6, 1)
+        self.register_buffer("adjacency", torch.eye(6).to_sparse(), persistent=False)
+
+    def training_step(self, batch: torch.Tensor) -> torch.Tensor:
+        adjacency: torch.Tensor = self.get_buffer("adjacency")
+        loss: torch.Tensor = (self.linear((adjacency @ batch.T).T) - 1).square().mean()
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def _of_sparse(strategy: str) -> str:
+    with pytest.raises(ConfigurationError) as caught:
+        Trainer(strategy=strategy, max_steps=1, progress=False).fit(Graph(), ROWS, batch_size=2)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_sparse_buffers_are_refused_on_several_ranks(strategy: str) -> None:
+    for text in run_ranks(_of_sparse, 2, strategy):
+        assert (
+            "messages between ranks cannot take sparse buffers: adjacency. Register the indices and the values" in text
+        )
+
+
+def test_sparse_buffers_that_a_checkpoint_would_hold_are_refused_before_the_first_step(tmp_path: Path) -> None:
+    trainer = Trainer(max_steps=1, run_dir=tmp_path / "run", progress=False)
+    with pytest.raises(ConfigurationError, match="a checkpoint cannot take sparse buffers: adjacency"):
+        trainer.fit(Graph(), ROWS, batch_size=2)
+    assert Trainer(max_steps=1, progress=False).fit(Graph(), ROWS, batch_size=2).steps == 1
