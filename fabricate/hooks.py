@@ -211,8 +211,9 @@ class Events:
     @hookspec
     def on_complete(self, trainer: Any, module: Any) -> None:
         """Called when the fit is complete: training has ended, and its last state is saved. A listener can change the weights here, on
-        every rank in the same way (under "zero3" within `trainer.strategy.changing(parameters)`). The changed weights are exported and
-        stay in the module. If this hook calls `trainer.request_eval()`, the changed weights are validated before they are exported. If
+        every rank in the same way (under "zero3" within `trainer.strategy.changing(parameters)`). The changed weights and buffers are
+        exported and stay in the module, but no checkpoint holds them: `load_from_checkpoint` and `checkpoint="last"` load the state of
+        training. If this hook calls `trainer.request_eval()`, the changed weights are validated before they are exported. If
         this hook calls `trainer.calibrate()`, the training data is read once more to update layers that collect statistics of their
         inputs, such as batch norm. When a complete run is resumed, this hook is called again."""
 
