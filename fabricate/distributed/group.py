@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 import xxhash
 
+from fabricate.data.flat_bytes import flat_bytes
 from fabricate.distributed.connections import Connections, PeerLost, break_connections, opened
 from fabricate.distributed.failures import Failures, is_echo
 from fabricate.distributed.hang_report import Listener
@@ -73,6 +74,15 @@ def restore_buffers(values: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None
             if buffer.shape != value.shape:
                 buffer.resize_(value.shape)
             buffer.copy_(value)
+
+
+def _restore_unless_written(buffer: torch.Tensor, own: torch.Tensor, shared: torch.Tensor) -> None:
+    """Give `buffer` the value `own` if it still has the value `shared`. Does not wait for the device."""
+    if buffer.shape == shared.shape:
+        now = flat_bytes(buffer)
+        kept = torch.where((now == flat_bytes(shared)).all(), flat_bytes(own), now)
+        with torch.no_grad():
+            buffer.copy_(kept.view(own.dtype).reshape(own.shape))
 
 
 def _leave() -> None:
@@ -333,9 +343,14 @@ class Group:
         for buffer in (buffers[name] for name, kind in first.items() if all(kind == each.get(name) for each in others)):
             own = buffer.clone()
             broadcast(buffer)
-            if not torch.equal(buffer, own):
+            if self.rank:
                 replaced.append((buffer, own, buffer.clone()))
-        return lambda: restore_buffers((b, own) for b, own, shared in replaced if torch.equal(b, shared))
+
+        def restore() -> None:
+            for each in replaced:
+                _restore_unless_written(*each)
+
+        return restore
 
     def report_failure(self, exc: BaseException, listeners: Sequence[Listener] = ()) -> RankError | None:
         """Write this rank's failure into the store, for the other ranks. If `exc` is only an echo of a failure on another rank (see
