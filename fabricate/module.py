@@ -147,6 +147,8 @@ class TrainModule(torch.nn.Module, Listener):
     _logged: list[Any]
     _no_log: str
     """The reason why nothing can be logged now; empty if logging is possible."""
+    _in_evaluation_step: bool
+    """Whether a step of an evaluation runs, in which logged values are recognised by their memory, so they are not copied."""
     _turn: str | None
     """The name of the optimizer for which `training_step` is called, if it has the argument."""
     _uses_trainer: bool
@@ -162,6 +164,7 @@ class TrainModule(torch.nn.Module, Listener):
         object.__setattr__(self, "_outer", None)
         object.__setattr__(self, "_logged", [])
         object.__setattr__(self, "_no_log", NOT_RUNNING)
+        object.__setattr__(self, "_in_evaluation_step", False)
         object.__setattr__(self, "_turn", None)
         object.__setattr__(self, "_uses_trainer", False)
         return self
@@ -300,10 +303,14 @@ class TrainModule(torch.nn.Module, Listener):
             raise ConfigurationError(f"log({name!r}): reduce={reduce!r}: give 'mean' or 'sum'")
         if type(value) is torch.Tensor and value.ndim == 0:
             value = value.detach()
+            if not outer._in_evaluation_step:
+                value = value.clone()  # the module may change it in place before it is reduced
         elif computes(value):
             reduce = "object"
         else:
             value = one_number(name, value)
+        if isinstance(weight, torch.Tensor):
+            weight = weight.detach().clone()
         outer._logged.append((name, value, weight, reduce))
 
     @property

@@ -619,9 +619,9 @@ class Trainer:
 
     def _number_of_evaluation(self) -> int:
         """A number on which the random numbers of an evaluation depend: with a seed, how many this Trainer has begun; else a number drawn
-        from torch's generator, so that the evaluations of other Trainers differ too."""
+        from torch's generator, as an iteration over a DataLoader draws it."""
         if self.settings.seed is None:
-            return int(torch.randint(2**31, ()))
+            return int(torch.empty((), dtype=torch.int64).random_())
         self._evaluations += 1
         return self._evaluations
 

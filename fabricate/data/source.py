@@ -241,15 +241,16 @@ class Source(ABC):
 
     @property
     def seed(self) -> int:
-        """The seed of the order and, if `draw_anew` was not called, of the random state during reading."""
+        """The seed of the order and, in training data, of the random state during reading."""
         return self._setup.seed
 
     @property
     def reading_seed(self) -> int:
-        """The seed of the random state during reading."""
-        if self._evaluation is None:
+        """The seed of the random state during reading. Training data and each set of an evaluation have their own, because rows may be
+        drawn at random while they are read: with equal seeds a validation would get rows that were trained on."""
+        if self._setup.training:
             return self.seed
-        return derive_seed(self.seed, "evaluation", self._evaluation)
+        return derive_seed(self.seed, self._setup.argument, self._evaluation)
 
     def draw_anew(self, evaluation: int) -> None:
         """Give reading the random numbers of the evaluation with this number; the order of a data set that has a length stays the same.

@@ -77,12 +77,13 @@ def restore_buffers(values: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None
 
 
 def _restore_unless_written(buffer: torch.Tensor, own: torch.Tensor, shared: torch.Tensor) -> None:
-    """Give `buffer` the value `own` if it still has the value `shared`. Does not wait for the device."""
-    if buffer.shape == shared.shape:
-        now = flat_bytes(buffer)
-        kept = torch.where((now == flat_bytes(shared)).all(), flat_bytes(own), now)
-        with torch.no_grad():
-            buffer.copy_(kept.view(own.dtype).reshape(own.shape))
+    """Give those elements of `buffer` their value in `own` that still have their value in `shared`. Does not wait for the device."""
+    if buffer.shape != shared.shape or not buffer.numel():
+        return
+    now, before, mine = (flat_bytes(each).view(-1, own.element_size()) for each in (buffer, shared, own))
+    kept = torch.where((now == before).all(1, keepdim=True), mine, now)
+    with torch.no_grad():
+        buffer.copy_(kept.flatten().view(own.dtype).reshape(own.shape))
 
 
 def _leave() -> None:
@@ -332,9 +333,8 @@ class Group:
 
     def share_buffers(self, module: torch.nn.Module) -> Callable[[], None]:
         """Copy rank 0's buffers to every rank, because running statistics differ between ranks. Buffers of unequal shapes (tables that
-        grow with the longest sequence of a rank) stay as they are. Returns a function that gives every buffer that was not
-        written since its value on this rank back, so that an evaluation keeps what its steps and hooks write and changes nothing else. All
-        ranks."""
+        grow with the longest sequence of a rank) stay as they are. Returns a function that restores this rank's own values of the elements
+        that were not written since, so that an evaluation keeps what its steps and hooks write and changes nothing else. All ranks."""
         if self.world_size == 1:
             return lambda: None
         buffers = dict(module.named_buffers())

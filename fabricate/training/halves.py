@@ -64,7 +64,7 @@ def _aside(run: Run) -> Iterator[None]:
     """Run the body in eval mode; afterwards modes, generators, attributes and logged values are as before."""
     generators, logged = rng_state(), list(run.module._logged)
     try:
-        with put_back(run), evaluation_mode(run.module):
+        with put_back(run), evaluation_mode(run):
             yield
     finally:
         set_rng_state(generators)

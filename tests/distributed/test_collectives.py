@@ -161,16 +161,18 @@ def written_values() -> list[Any]:
     module.register_buffer("counts", torch.full((2,), rank + 1))
     module.register_buffer("threshold", torch.tensor(float(rank)))
     module.register_buffer("table", torch.arange(2 + rank))
+    module.register_buffer("queue", torch.tensor([float("nan"), 1.0 + rank, 3.0 + rank]))
     restore = group.share_buffers(module)
     module.get_buffer("threshold").fill_(7)
+    module.get_buffer("queue")[2] = 9
     restore()
-    return [buffer.tolist() for buffer in module.buffers()]
+    return [buffer.nan_to_num(-1).tolist() for buffer in module.buffers()]
 
 
 def test_a_buffer_that_is_written_while_it_is_shared_keeps_its_value_and_unequal_shapes_are_left_alone() -> None:
     first, second = run_ranks(written_values, 2)
-    assert first == [[1, 1], 7, [0, 1]]
-    assert second == [[2, 2], 7, [0, 1, 2]]
+    assert first == [[1, 1], 7, [0, 1], [-1, 1, 9]]
+    assert second == [[2, 2], 7, [0, 1, 2], [-1, 2, 9]]
 
 
 def only_what_nccl_takes() -> list[Any]:

@@ -141,10 +141,13 @@ def test_the_first_batch_in_halves_leaves_a_merged_layer_as_it_was() -> None:
     assert not module.layers[0].merged
 
 
-def test_a_part_that_train_puts_into_eval_mode_stays_there_after_an_evaluation() -> None:
+def test_a_part_that_train_would_freeze_after_an_evaluation_keeps_its_mode_with_a_note(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     module = Model(FreezesLater)
-    Trainer(max_epochs=2, seed=0, sanity_batches=0, progress=False).fit(module, data(), data(), batch_size=16)
-    assert int(module.layers[0].norm.num_batches_tracked) == 4  # those of the first epoch
+    Trainer(max_epochs=3, seed=0, sanity_batches=0, progress=False).fit(module, data(), data(), batch_size=16)
+    assert int(module.layers[0].norm.num_batches_tracked) == 12  # as without an evaluation
+    assert capsys.readouterr().err.count("puts layers.0.norm into eval mode, but they were in train mode") == 1
 
 
 class Thresholds(Model):
@@ -215,3 +218,30 @@ def test_an_attribute_that_compute_metrics_sets_gets_a_note_on_several_ranks() -
     assert note not in printed()
     first, second = run_ranks(printed, 2)
     assert (first.count(note), second) == (1, "")
+
+
+class Swapped(torch.optim.SGD):
+    """Its weights for evaluation are half of those that it trains, as of a schedule-free optimizer."""
+
+    def _scale(self, factor: float) -> None:
+        for parameter in (p for group in self.param_groups for p in group["params"]):
+            parameter.data.mul_(factor)
+
+    def eval(self) -> None:
+        self._scale(0.5)
+
+    def train(self) -> None:
+        self._scale(2.0)
+
+
+class Schedulefree(Model):
+    def configure_optimizers(self) -> Any:
+        return Swapped([p for p in self.parameters() if p.requires_grad], lr=0.05)
+
+
+def test_a_layer_that_merges_in_eval_mode_merges_the_weights_that_the_optimizer_means() -> None:
+    torch.manual_seed(0)
+    module = Schedulefree(Merged)
+    Trainer(max_epochs=1, seed=0, sanity_batches=0, progress=False).fit(module, data(), data(), batch_size=16)
+    module.eval()  # the fit ends with the weights for evaluation
+    assert module.losses == pytest.approx([module.loss(data()[:]).item()])

@@ -92,3 +92,33 @@ def test_every_rank_draws_its_own_numbers_in_an_evaluation() -> None:
     for results in (with_seed, without):
         drawn = [number % 1 for result in results for number in result]
         assert len(set(drawn)) == len(drawn) == 6 * ROWS
+
+
+class Rowwise(TrainModule):
+    """Keeps the rows that it was trained on and those that it was validated on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(1, 1)
+        self.rows: dict[str, list[float]] = {"train": [], "validate": []}
+
+    def training_step(self, batch: torch.Tensor) -> torch.Tensor:
+        self.rows["train"] += (batch % 1).tolist()
+        return self.linear(batch[:, None]).square().mean()
+
+    def validation_step(self, batch: torch.Tensor) -> None:
+        self.rows["validate"] += (batch % 1).tolist()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+@pytest.mark.parametrize(("data", "num_workers"), [(Rows(), 1), (Stream(), 0), (Stream(), 1)])
+def test_a_validation_does_not_draw_the_rows_that_were_trained_on(data: Any, num_workers: int) -> None:
+    module = Rowwise()
+    trainer = Trainer(max_epochs=2, seed=0, sanity_batches=0, progress=False)
+    trainer.fit(module, data, {"a": data, "b": data}, batch_size=2, num_workers=num_workers, shuffle=False)
+    trained, validated = module.rows["train"], module.rows["validate"]
+    assert len(set(trained)) == 2 * ROWS
+    assert not set(trained) & set(validated)
+    assert len(set(validated)) == 2 * ROWS  # the same at every validation, others for each set

@@ -22,7 +22,7 @@ from fabricate.data.batches import EvalBatch
 from fabricate.data.flat_bytes import flat_bytes
 from fabricate.data.source import Source
 from fabricate.distributed.group import looking_alone
-from fabricate.errors import ConfigurationError
+from fabricate.errors import ConfigurationError, few
 from fabricate.metrics.reduction import one_number
 from fabricate.metrics.torchmetrics_objects import set_apart, snapshot_torchmetrics
 from fabricate.module import STEPS, TrainModule, overrides, refusing_logs
@@ -88,7 +88,7 @@ def _evaluating(run: Run, stage: str) -> Iterator[None]:
     counted = snapshot_torchmetrics(run.module)
     device_works = True
     try:
-        with evaluation_mode(run.module), meant_weights(run), _without_training(run, stage), torch.no_grad():
+        with meant_weights(run), evaluation_mode(run), _without_training(run, stage), torch.no_grad():
             yield
         # after an exception they stay, because the error note describes them
         run.now.stage, run.now.batch = "train", before
@@ -108,22 +108,25 @@ def _evaluating(run: Run, stage: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def evaluation_mode(module: torch.nn.Module) -> Iterator[None]:
+def evaluation_mode(run: Run) -> Iterator[None]:
     """Run the body with all submodules in eval mode. Afterwards each has its mode from before."""
-    modes = {m: m.training for m in module.modules()}
+    module, modes = run.module, {m: m.training for m in run.module.modules()}
     module.eval()
     try:
         yield
         _switch_back(module, modes)
-    except BaseException:  # without code of the modules, which could hide the error
-        for each, mode in modes.items():
+        if decided := [name for name, m in module.named_modules() if modes.get(m) and not m.training]:
+            run.journal.note(
+                f"train() of {type(module).__name__} or of one of its parts puts {few(decided)} into eval mode, but they were in train "
+                "mode before an evaluation and stay in it. To freeze them from now on, call eval() on them in on_epoch_start or on_step"
+            )
+    finally:
+        for each, mode in modes.items():  # after an exception without code of the modules, which could hide the error
             each.training = mode
-        raise
 
 
 def _switch_back(module: torch.nn.Module, modes: Mapping[torch.nn.Module, bool], parent_trains: bool = False) -> None:
-    """Call `train` and `eval`, because a module may do more than to set its mode (merge weights, drop a cache). A part that the `train` of
-    its parent puts into eval mode stays there."""
+    """Call `train` and `eval`, because a module may do more than to set its mode: merge weights, drop a cache."""
     mode = modes.get(module, module.training)
     if module.training != mode and not (mode and parent_trains):
         module.train(mode)

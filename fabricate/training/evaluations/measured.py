@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -183,9 +183,19 @@ def restorable(module: TrainModule) -> Callable[[], None]:
 
 def run_step(run: Run, batch: Any, stage: str) -> Any:
     """The output of the module's step for one batch on the device."""
-    if run.calls.eval_step is None:  # no plugin wraps the step
-        return run.engine.evaluate(stage, batch, run.now.batch_idx)
-    return run.calls.eval_step(run.trainer, run.module, batch, stage)
+    with _in_evaluation_step(run.module):
+        if run.calls.eval_step is None:  # no plugin wraps the step
+            return run.engine.evaluate(stage, batch, run.now.batch_idx)
+        return run.calls.eval_step(run.trainer, run.module, batch, stage)
+
+
+@contextlib.contextmanager
+def _in_evaluation_step(module: TrainModule) -> Iterator[None]:
+    object.__setattr__(module, "_in_evaluation_step", True)
+    try:
+        yield
+    finally:
+        object.__setattr__(module, "_in_evaluation_step", False)
 
 
 def rows_in(item: EvalBatch) -> int:
@@ -208,7 +218,8 @@ def log_output(module: TrainModule, output: Any, stage: str) -> Any:
         if (name := key.removeprefix(prefix)) in logged:
             raise ConfigurationError(f"{step} returns {key!r} and {logged[name]}; use one of the two")
         if key not in ("weight", "outputs"):
-            module.log(key, value)
+            with _in_evaluation_step(module):
+                module.log(key, value)
             logged[name] = f"{key!r}, which is the same name"
     weight = output.get("weight")
     return None if weight is None else one_weight(weight)

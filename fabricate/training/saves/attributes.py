@@ -39,10 +39,12 @@ OURS = frozenset(
         "_logged",
         "_no_log",
         "_turn",
+        "_in_evaluation_step",
         "_fabricate_fits",
         "_uses_trainer",
         "_arguments",
         "_built",
+        "_sharded",
     }
     | _DEEPSPEEDS
 )
