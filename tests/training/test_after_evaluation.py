@@ -195,7 +195,7 @@ class OnRankZero(Model):
     def __init__(self) -> None:
         super().__init__(FreezesLater)
         self.register_buffer("middle", torch.zeros(()))
-        self.threshold, self.record = 0.5, list[float]()
+        self.threshold, self.record = 0.5, list[int]()
 
     def validation_step(self, batch: Any) -> dict[str, Any]:
         return {"loss": self.loss(batch), "outputs": batch[1]}
@@ -203,7 +203,7 @@ class OnRankZero(Model):
     def compute_metrics(self, outputs: list[torch.Tensor]) -> dict[str, float]:
         self.threshold = float(torch.stack(outputs).mean())
         self.get_buffer("middle").fill_(self.threshold)
-        self.record.append(self.threshold)
+        self.record.append(self.trainer.step)
         return {"mean": self.threshold}
 
 

@@ -25,11 +25,12 @@ from fabricate.distributed.group import looking_alone
 from fabricate.errors import ConfigurationError, few
 from fabricate.metrics.reduction import one_number
 from fabricate.metrics.torchmetrics_objects import set_apart, snapshot_torchmetrics
-from fabricate.module import STEPS, TrainModule, overrides, refusing_logs
+from fabricate.module import STEPS, overrides, refusing_logs
 from fabricate.seeding import derive_seed, rng_state, seed_everything, set_rng_state
 from fabricate.training.evaluations.evaluated import Evaluated, new_metrics, prefix_of, share_objects
 from fabricate.training.evaluations.measured import MeasuredSteps, restorable, rows_in, run_step
 from fabricate.training.interruptions.overdue import waiting
+from fabricate.training.saves.attributes import OURS
 from fabricate.training.state.run_state import Run
 from fabricate.training.updates.optimizer_modes import meant_weights
 
@@ -236,10 +237,27 @@ def _keep_outputs(rows: Rows | None, output: Any, item: EvalBatch, step: str) ->
     rows.add(output["outputs"], item, f"{step} returned the outputs")
 
 
-def _values_of(module: TrainModule) -> dict[str, tuple[int, int]]:
-    """What tells whether an attribute was assigned, or a buffer written."""
-    attributes = {name: (id(value), 0) for name, value in vars(module).items()}
-    return attributes | {name: (id(buffer), buffer._version) for name, buffer in module.named_buffers()}
+@contextlib.contextmanager
+def _noting_what_is_set(run: Run, where: str) -> Iterator[None]:
+    """Note which attributes of the module the body assigns, and which buffers it writes, on one rank of several."""
+    if run.engine.world_size == 1:
+        yield
+        return
+    attributes, buffers = dict(vars(run.module)), [(name, b, _version(b)) for name, b in run.module.named_buffers()]
+    yield
+    assigned = (name for name, value in vars(run.module).items() if attributes.get(name) is not value)
+    changed = [name for name in assigned if name not in OURS]
+    changed += [name for name, buffer, version in buffers if _version(buffer) != version]
+    if changed:
+        run.journal.note(
+            f"{where} set {', '.join(f'self.{name}' for name in changed)} on rank 0 only, because it runs there. If other ranks use "
+            "it, return it as a metric and set it in on_eval_end(self, metrics), which every rank calls. What is only a record needs "
+            "nothing"
+        )
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def _of_whole_set(run: Run, rows: Rows) -> dict[str, float]:
@@ -249,8 +267,7 @@ def _of_whole_set(run: Run, rows: Rows) -> dict[str, float]:
     if outputs:
         where = f"{type(run.module).__name__}.compute_metrics"
         reason = "compute_metrics runs on rank 0 only; return the metric from it"
-        with refusing_logs(run.module, reason), looking_alone():
-            before = _values_of(run.module)
+        with refusing_logs(run.module, reason), looking_alone(), _noting_what_is_set(run, where):
             try:
                 returned = run.module.compute_metrics(outputs)
             except Exception as exc:
@@ -258,14 +275,6 @@ def _of_whole_set(run: Run, rows: Rows) -> dict[str, float]:
                     f"in {where}(outputs): a list with one item per row, of what the step returned under 'outputs'"
                 )
                 raise
-            after = _values_of(run.module)
-        changed = [name for name, value in after.items() if before.get(name) != value]
-        if changed and run.engine.world_size > 1:
-            run.journal.note(
-                f"{where} set {', '.join(f'self.{name}' for name in changed)} on rank 0 only, because it runs there. If other ranks use "
-                "it, return it as a metric and set it in on_eval_end(self, metrics), which every rank calls. What is only a record needs "
-                "nothing"
-            )
         if not isinstance(returned, Mapping):
             raise ConfigurationError(f"{where} returned {type(returned).__name__}; return a mapping of metrics")
         for name, value in returned.items():
