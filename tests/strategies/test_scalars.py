@@ -72,15 +72,15 @@ def test_a_parameter_without_a_dimension_trains_as_in_one_process_and_is_resumed
             torch.testing.assert_close(ended[name], wanted, rtol=1e-4, atol=1e-5)
 
 
-def _refused(strategy: str) -> str:
+def _refused(strategy: str, kind: type[TrainModule]) -> str:
     with pytest.raises(ConfigurationError) as caught:
-        Trainer(strategy=strategy, max_steps=1, progress=False).fit(Scaled(), ROWS, batch_size=2)
+        Trainer(strategy=strategy, max_steps=1, progress=False).fit(kind(), ROWS, batch_size=2)
     return str(caught.value)
 
 
 @pytest.mark.parametrize("strategy", ["zero2", "zero3"])
 def test_deepspeed_refuses_parameters_without_a_dimension_by_name(strategy: str) -> None:
-    for text in run_ranks(_refused, 2, strategy):
+    for text in run_ranks(_refused, 2, strategy, Scaled):
         assert (
             "DeepSpeed does not support parameters with zero dimensions: scale, fixed; give each the shape (1,)" in text
         )
@@ -143,15 +143,9 @@ class Graph(TrainModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def _of_sparse(strategy: str) -> str:
-    with pytest.raises(ConfigurationError) as caught:
-        Trainer(strategy=strategy, max_steps=1, progress=False).fit(Graph(), ROWS, batch_size=2)
-    return str(caught.value)
-
-
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_sparse_buffers_are_refused_on_several_ranks(strategy: str) -> None:
-    for text in run_ranks(_of_sparse, 2, strategy):
+    for text in run_ranks(_refused, 2, strategy, Graph):
         assert (
             "messages between ranks cannot take sparse buffers: adjacency. Register the indices and the values" in text
         )

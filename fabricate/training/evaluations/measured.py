@@ -214,13 +214,13 @@ def log_output(module: TrainModule, output: Any, stage: str) -> Any:
     if not isinstance(output, Mapping):
         raise ConfigurationError(f"{step} returned {type(output).__name__}; return a mapping of metrics, or nothing")
     logged = {name.removeprefix(prefix): "logs it too" for name, *_ in module._logged}
-    for key, value in output.items():
-        if (name := key.removeprefix(prefix)) in logged:
-            raise ConfigurationError(f"{step} returns {key!r} and {logged[name]}; use one of the two")
-        if key not in ("weight", "outputs"):
-            with _in_evaluation_step(module):
+    with _in_evaluation_step(module):
+        for key, value in output.items():
+            if (name := key.removeprefix(prefix)) in logged:
+                raise ConfigurationError(f"{step} returns {key!r} and {logged[name]}; use one of the two")
+            if key not in ("weight", "outputs"):
                 module.log(key, value)
-            logged[name] = f"{key!r}, which is the same name"
+                logged[name] = f"{key!r}, which is the same name"
     weight = output.get("weight")
     return None if weight is None else one_weight(weight)
 
