@@ -15,6 +15,7 @@ from dataclasses import replace
 from itertools import accumulate, islice
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch.utils.data import (
     DataLoader,
@@ -255,13 +256,14 @@ class _Cursor:
             if state is not None:
                 data.load_state_dict(state["data"])
             self._stream = iter(data)
-            self._units = islice(self._stream, cap - self.taken)
             for generator, saved in zip(self._generators, () if state is None else state["generators"], strict=False):
                 generator.set_state(saved)
         if state is not None:
             self._scope.state = state["random"]
         # Exchanging random states takes 0.1 to 0.2 ms per window; it is left out if reading on runs no user code in this process.
         self._guard = nullcontext() if _runs_no_code_here(data) else self._scope
+        units = self._stream if _runs_no_code_here(data) else _with_own_memory(self._stream)
+        self._units = islice(units, cap - self.taken)
 
     def take(self, count: int) -> list[Any]:
         """The next `count` units; fewer at the end of the epoch."""
@@ -285,6 +287,42 @@ class _Cursor:
         """Request one more item, even beyond a limit, so that the data reaches its end: until then its state is that of its last item."""
         with self._guard:
             next(self._stream, None)
+
+
+def _with_own_memory(units: Iterator[Any]) -> Iterator[Any]:
+    """The `units`, copied if the iterable fills the same memory again for each, because a unit is used after the next one was read. Whether
+    it does shows with the second; the first is always copied."""
+    for first in islice(units, 1):
+        copied = _copied(first)
+        yield copied
+        for second in islice(units, 1):
+            refilled = not _equal(first, copied)
+            del first, copied
+            yield _copied(second) if refilled else second
+            yield from map(_copied, units) if refilled else units
+
+
+def _copied(unit: Any) -> Any:
+    """A unit with copies of its tensors and arrays, as far as it consists of built-in collections."""
+    if type(unit) is torch.Tensor:
+        return unit if unit.requires_grad else unit.clone()
+    if type(unit) is np.ndarray:
+        return unit.copy()
+    if type(unit) is dict:
+        return {key: _copied(each) for key, each in unit.items()}
+    return type(unit)(map(_copied, unit)) if type(unit) in (list, tuple) else unit
+
+
+def _equal(unit: Any, copied: Any) -> bool:
+    if unit is copied or type(unit) not in (torch.Tensor, np.ndarray, dict, list, tuple):
+        return True
+    if isinstance(unit, torch.Tensor):
+        return torch.equal(unit, copied)
+    if isinstance(unit, np.ndarray):
+        return np.array_equal(unit, copied)
+    if isinstance(unit, dict):
+        return unit.keys() == copied.keys() and all(_equal(unit[key], copied[key]) for key in copied)
+    return len(unit) == len(copied) and all(map(_equal, unit, copied))
 
 
 def _finish_epoch(data: Any, seed: int, epoch: int, cap: int, state: Any) -> None:

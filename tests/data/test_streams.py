@@ -218,6 +218,63 @@ def test_a_stream_that_each_worker_of_a_loader_reads_whole_is_an_error() -> None
         ]
 
 
+class Refilled:
+    """Batches that all lie in the same memory."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+
+    def __iter__(self) -> Iterator[Any]:
+        array = np.zeros((4, 2))
+        batch: Any = {
+            "array": array,
+            "tensor": torch.from_numpy(array),
+            "mapping": {"x": [torch.from_numpy(array)], "y": (array, 3)},
+        }[self.kind]
+        for number in range(7):
+            array[:] = number
+            yield batch
+
+
+@pytest.mark.parametrize("kind", ["array", "tensor", "mapping"])
+@pytest.mark.parametrize("training", [True, False])
+def test_batches_that_lie_in_the_same_memory_are_those_that_were_yielded(kind: str, training: bool) -> None:
+    source = opened(Refilled(kind), training=training, accumulation=3)
+
+    def number(batch: Any) -> float:
+        if not isinstance(batch, dict):
+            return float(batch[0, 0])
+        assert batch["x"][0][0, 0] == batch["y"][0][0, 0]
+        return float(batch["x"][0][0, 0])
+
+    if training:
+        read = [number(batch) for window in source.windows(0) for batch, _ in window.micro_batches]
+    else:
+        read = [number(each.batch) for each in source.batches(stand_ins=False)]
+    assert read == [0, 1, 2, 3, 4, 5, 6]
+
+
+def test_batches_with_memory_of_their_own_are_not_copied() -> None:
+    class Batches:
+        def __init__(self) -> None:
+            self.table, self.made = torch.arange(8.0), list[torch.Tensor]()
+
+        def __iter__(self) -> Iterator[Any]:
+            for _ in range(4):
+                self.made.append(torch.rand(2, 3))
+                yield self.made[-1], self.table
+
+    data = Batches()
+    source = opened(data)
+    read = [batch for window in source.windows(0) for batch, _ in window.micro_batches]
+    assert [batch[0] is made and batch[1] is data.table for batch, made in zip(read, data.made, strict=True)] == [
+        False,  # until the second is read, nothing shows whether a copy is needed
+        True,
+        True,
+        True,
+    ]
+
+
 def test_a_stream_of_equal_batches_may_have_several_workers() -> None:
     class Ones(IterableDataset[torch.Tensor]):
         def __iter__(self) -> Iterator[torch.Tensor]:
