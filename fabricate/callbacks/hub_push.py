@@ -101,14 +101,15 @@ class HubPush(Callback):
         """Start a push of `folder` in a thread, on rank 0."""
         if trainer.is_main:
             assert trainer.run_dir is not None
-            target = (trainer.run_dir, folder, message, trainer.step)
+            target = (trainer.run_dir, folder, message, trainer.step, folder == self._exported)
             self._thread = threading.Thread(target=self._run, args=target, name="fabricate-hub-push", daemon=True)
             self._thread.start()
 
-    def _run(self, run_dir: Path, folder: Path, message: str, step: int) -> None:
+    def _run(self, run_dir: Path, folder: Path, message: str, step: int, ended: bool) -> None:
         began, self._failure = time.monotonic(), None
         try:
-            write_card(run_dir, folder, self.repository.repo, license=self.license, datasets=self.datasets)
+            repo = self.repository.repo
+            write_card(run_dir, folder, repo, license=self.license, datasets=self.datasets, ended=ended)
             url = self.repository.push(folder, message)
         except Exception as exc:
             self._failure = exc if isinstance(exc, FabricateError) else FabricateError(f"{type(exc).__name__}: {exc}")

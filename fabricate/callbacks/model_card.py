@@ -35,23 +35,37 @@ _SETTINGS = (
 """The settings of plan.json that the table shows, in this order. Paths are left out."""
 
 
+_GOES_ON = (
+    "These are the current weights of a training run that goes on. The table shows its last validation; if the run averages its weights "
+    "(EMA), that is a validation of the average, which the run pushes when it ends."
+)
+
+
 def write_card(
-    run_dir: Path, folder: Path, repo: str, *, license: str | None = None, datasets: Sequence[str] = ()
+    run_dir: Path,
+    folder: Path,
+    repo: str,
+    *,
+    license: str | None = None,
+    datasets: Sequence[str] = (),
+    ended: bool = True,
 ) -> None:
     """Write `folder`/README.md about the weights in `folder`, from plan.json, metrics.jsonl and events.jsonl of `run_dir`.
 
-    repo: "user/name" on the hub. license, datasets: identifiers of the hub ("apache-2.0"; "stanfordnlp/imdb"). An existing README.md (peft
-    writes one) keeps its text and metadata; only what is missing is added.
+    repo: "user/name" on the hub. license, datasets: identifiers of the hub ("apache-2.0"; "stanfordnlp/imdb"). ended: False for
+    the current weights of a fit that goes on. An existing README.md (peft writes one) keeps its text and metadata; only what is missing is
+    added.
     """
     from huggingface_hub import ModelCard
 
     settings = {name: each["value"] for name, each in _plan(run_dir)["settings"].items()}
     starts = [event for event in _lines(run_dir / "events.jsonl") if event["event"] == "started"]
     started = starts[-1] if starts else {}
-    measured = _measured(run_dir, settings, started)
+    measured = _measured(run_dir, settings if ended else {}, started)
     file, name = folder / "README.md", repo.rpartition("/")[2]
     data = _metadata(folder, name, settings, measured, datasets)
-    text = "\n".join([_BEGIN, *_body(folder, repo, settings, started, measured), _END])
+    state = [] if ended else ["", _GOES_ON]
+    text = "\n".join([_BEGIN, *_body(folder, repo, settings, started, measured), *state, _END])
     if file.exists():
         card = ModelCard.load(file, ignore_metadata_errors=True)
         metadata: dict[str, Any] = data.to_dict()  # type: ignore[no-untyped-call]
