@@ -207,6 +207,7 @@ class Collector(Callback):
     """Receives rows from validation_step, and clears them at the end of each evaluation."""
 
     shared: ClassVar[list[int]] = []
+    batches = 0
 
     def __init__(self) -> None:
         self.rows: list[int] = []
@@ -225,6 +226,7 @@ def test_what_validation_puts_into_plugins_and_global_variables_is_put_back_too(
         def validation_step(self, batch: Any) -> Any:
             collector.rows.append(1)
             Collector.shared.append(1)
+            Collector.batches += 1
             in_scope.append(1)
             note_row()
             SEEN.append(1)
@@ -234,12 +236,14 @@ def test_what_validation_puts_into_plugins_and_global_variables_is_put_back_too(
 
     SEEN.clear()
     Collector.shared.clear()
+    Collector.batches = 0
     TABLE.rows = 0
     for count in COUNTS.values():
         count.fill_(0) if isinstance(count, torch.Tensor) else count.fill(0)
     fit(Gives(), collector, val=ROWS, max_steps=4, sanity_batches=number)
     assert collector.lengths == [4]
-    assert [len(SEEN), len(Collector.shared), len(in_scope) - 1, TABLE.rows, *COUNTS.values()] == [4] * 6
+    counts = [len(SEEN), len(Collector.shared), Collector.batches, len(in_scope) - 1, TABLE.rows, *COUNTS.values()]
+    assert counts == [4] * 7
 
 
 FIXED = np.broadcast_to(np.zeros(1), 3)

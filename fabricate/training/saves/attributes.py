@@ -96,11 +96,15 @@ class _Memory:
         elif isinstance(value, FunctionType | partial):
             return _named(value)
         elif isinstance(value, type):
-            held = (getattr(each, "__func__", each) for each in vars(value).values())  # of static and class methods
-            return [*held, *value.__bases__] if is_users_module(value.__module__) else ()
+            return self._of_class(value) if is_users_module(value.__module__) else ()
         elif variables(value) is not None or _holds_values(value):
             return [*self.attributes(value), type(value)]
         return ()
+
+    def _of_class(self, kind: type) -> list[object]:
+        self._undo.append(partial(_reset_class, kind, _plain_attributes(kind)))
+        held = (getattr(each, "__func__", each) for each in vars(kind).values())  # of static and class methods
+        return [*held, *kind.__bases__]
 
     def _record_numbers(self, value: torch.Tensor | np.ndarray) -> None:
         if isinstance(value, np.ndarray):
@@ -163,6 +167,20 @@ def _reset(value: object, before: dict[str, Any]) -> None:
         object.__delattr__(value, name)
     for name in [name for name, held in before.items() if name not in now or now[name] is not held]:
         _write(value, name, before[name])
+
+
+def _plain_attributes(kind: type) -> dict[str, Any]:
+    """The attributes of a class that are values, without methods and properties."""
+    values = {name: held for name, held in vars(kind).items() if not name.startswith("__")}
+    return {name: held for name, held in values.items() if not callable(held) and not hasattr(held, "__get__")}
+
+
+def _reset_class(kind: type, before: dict[str, Any]) -> None:
+    now = _plain_attributes(kind)
+    for name in now.keys() - before.keys():
+        delattr(kind, name)
+    for name in [name for name, held in before.items() if now.get(name) is not held]:
+        setattr(kind, name, before[name])
 
 
 def _write(value: object, name: str, held: object) -> None:
