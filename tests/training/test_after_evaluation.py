@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from contextlib import redirect_stderr
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from torch import nn
 from torch.nn.functional import linear, mse_loss
 from torch.utils.data import DataLoader, TensorDataset
 
-from fabricate import Trainer, TrainModule
+from fabricate import SaveOnException, Trainer, TrainModule
 from fabricate.testing import run_ranks
 
 
@@ -196,6 +197,8 @@ class OnRankZero(Model):
         super().__init__(FreezesLater)
         self.register_buffer("middle", torch.zeros(()))
         self.threshold, self.record = 0.5, list[int]()
+        self.layers[0].scale = 1.0
+        self.settings, self.plain = {"threshold": 0.5}, torch.zeros(())
 
     def validation_step(self, batch: Any) -> dict[str, Any]:
         return {"loss": self.loss(batch), "outputs": batch[1]}
@@ -203,6 +206,8 @@ class OnRankZero(Model):
     def compute_metrics(self, outputs: list[torch.Tensor]) -> dict[str, float]:
         self.threshold = float(torch.stack(outputs).mean())
         self.get_buffer("middle").fill_(self.threshold)
+        self.layers[0].scale = self.settings["threshold"] = self.threshold
+        self.plain.fill_(self.threshold)
         self.record.append(self.trainer.step)
         return {"mean": self.threshold}
 
@@ -214,7 +219,8 @@ def printed() -> str:
 
 
 def test_an_attribute_that_compute_metrics_sets_gets_a_note_on_several_ranks() -> None:
-    note = "OnRankZero.compute_metrics set self.threshold, self.middle on rank 0 only"
+    names = "self.middle, self.threshold, self.settings, self.plain, self.layers.0.scale"
+    note = f"OnRankZero.compute_metrics set {names} on rank 0 only"
     assert note not in printed()
     first, second = run_ranks(printed, 2)
     assert (first.count(note), second) == (1, "")
@@ -245,3 +251,56 @@ def test_a_layer_that_merges_in_eval_mode_merges_the_weights_that_the_optimizer_
     Trainer(max_epochs=1, seed=0, sanity_batches=0, progress=False).fit(module, data(), data(), batch_size=16)
     module.eval()  # the fit ends with the weights for evaluation
     assert module.losses == pytest.approx([module.loss(data()[:]).item()])
+
+
+class FailsInValidation(Model):
+    def validation_step(self, batch: Any) -> dict[str, Any]:
+        raise ZeroDivisionError("the user's own")
+
+
+def test_a_validation_that_fails_takes_merged_weights_out_before_they_are_saved(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    module = FailsInValidation(Merged)
+    frozen = module.layers[0].weight.clone()
+    trainer = Trainer(max_epochs=1, run_dir=tmp_path, sanity_batches=0, progress=False, plugins=[SaveOnException()])
+    with pytest.raises(ZeroDivisionError):
+        trainer.fit(module, data(), data(), batch_size=16)
+    resumed = Model(Merged)
+    trainer = Trainer(max_epochs=1, run_dir=tmp_path, sanity_batches=0, progress=False)
+    trainer.fit(resumed, data(), data(), batch_size=16)
+    assert resumed.layers[0].up.abs().max() > 0  # so that merging would show
+    torch.testing.assert_close(resumed.layers[0].weight, frozen)
+
+
+class Scratch(Model):
+    """Writes its outputs into the same memory for every batch."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__(FreezesLater)
+        self.kind, self.seen = kind, torch.zeros(0)
+        self.scratch = torch.zeros(8)
+
+    def predict_step(self, batch: Any) -> Any:
+        self.scratch.copy_(batch[0][:, 0])
+        array = self.scratch.numpy()
+        return {"tensor": self.scratch, "array": array, "list": list(self.scratch)}[self.kind]
+
+    def validation_step(self, batch: Any) -> dict[str, Any]:
+        return {"loss": self.loss(batch), "outputs": self.predict_step(batch)}
+
+    def on_eval_end(self, metrics: dict[str, float]) -> None:
+        pass
+
+    def compute_metrics(self, outputs: list[Any]) -> dict[str, float]:
+        self.seen = torch.tensor([float(each) for each in outputs])
+        return {"mean": float(self.seen.mean())}
+
+
+@pytest.mark.parametrize("kind", ["tensor", "array", "list"])
+def test_outputs_in_memory_that_a_step_writes_again_are_those_of_each_batch(kind: str) -> None:
+    rows, module = data(), Scratch(kind)
+    trainer = Trainer(progress=False)
+    predicted = trainer.predict(module, rows, batch_size=8)
+    assert [float(each) for each in predicted] == rows[:][0][:, 0].tolist()
+    trainer.validate(module, rows, batch_size=8)
+    assert torch.equal(module.seen, rows[:][0][:, 0])

@@ -31,6 +31,7 @@ from fabricate.training.evaluations.evaluated import Evaluated, new_metrics, pre
 from fabricate.training.evaluations.measured import MeasuredSteps, restorable, rows_in, run_step
 from fabricate.training.interruptions.overdue import waiting
 from fabricate.training.saves.attributes import OURS
+from fabricate.training.saves.marks import mark_of
 from fabricate.training.state.run_state import Run
 from fabricate.training.updates.optimizer_modes import meant_weights
 
@@ -121,8 +122,12 @@ def evaluation_mode(run: Run) -> Iterator[None]:
                 f"train() of {type(module).__name__} or of one of its parts puts {few(decided)} into eval mode, but they were in train "
                 "mode before an evaluation and stay in it. To freeze them from now on, call eval() on them in on_epoch_start or on_step"
             )
+    except BaseException:
+        with contextlib.suppress(Exception):  # it would hide the error
+            _switch_back(module, modes)
+        raise
     finally:
-        for each, mode in modes.items():  # after an exception without code of the modules, which could hide the error
+        for each, mode in modes.items():
             each.training = mode
 
 
@@ -239,16 +244,14 @@ def _keep_outputs(rows: Rows | None, output: Any, item: EvalBatch, step: str) ->
 
 @contextlib.contextmanager
 def _noting_what_is_set(run: Run, where: str) -> Iterator[None]:
-    """Note which attributes of the module the body assigns, and which buffers it writes, on one rank of several."""
+    """Note which attributes and buffers of the module and its parts the body changes, on one rank of several. A list that only grew is a
+    record."""
     if run.engine.world_size == 1:
         yield
         return
-    attributes, buffers = dict(vars(run.module)), [(name, b, _version(b)) for name, b in run.module.named_buffers()]
+    before = _marks(run.module)
     yield
-    assigned = (name for name, value in vars(run.module).items() if attributes.get(name) is not value)
-    changed = [name for name in assigned if name not in OURS]
-    changed += [name for name, buffer, version in buffers if _version(buffer) != version]
-    if changed:
+    if changed := [name for name, mark in _marks(run.module).items() if not _only_grew(before.get(name), mark)]:
         run.journal.note(
             f"{where} set {', '.join(f'self.{name}' for name in changed)} on rank 0 only, because it runs there. If other ranks use "
             "it, return it as a metric and set it in on_eval_end(self, metrics), which every rank calls. What is only a record needs "
@@ -256,8 +259,18 @@ def _noting_what_is_set(run: Run, where: str) -> Iterator[None]:
         )
 
 
-def _version(tensor: torch.Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
+def _marks(module: torch.nn.Module) -> dict[str, Any]:
+    """Fingerprints of the buffers and of the attributes of a module and its submodules, by name."""
+    marks = {name: mark_of(buffer, set()) for name, buffer in module.named_buffers()}
+    for prefix, each in module.named_modules():
+        own = {name: value for name, value in vars(each).items() if name not in OURS}
+        marks |= {f"{prefix}.{name}".lstrip("."): mark_of(value, set()) for name, value in own.items()}
+    return marks
+
+
+def _only_grew(before: Any, mark: Any) -> bool:
+    grew = isinstance(before, list) and isinstance(mark, list) and mark[: len(before)] == before
+    return grew or before == mark
 
 
 def _of_whole_set(run: Run, rows: Rows) -> dict[str, float]:
@@ -385,10 +398,9 @@ def _rows(output: Any, rows: int, what: str) -> list[Any]:
                 f"{what} {len(output) if isinstance(output, list) else shape} for a batch of {rows} rows; the leading "
                 "dimension has to be the rows"
             )
-        host = (
-            _on_host(output.detach()) if isinstance(output, torch.Tensor) else output
-        )  # one copy of the whole batch; its rows are then on the host
-        return [_on_host(row) for row in host]
+        if isinstance(output, list):
+            return [_on_host(row) for row in output]
+        return list(_on_host(output))  # one copy of the whole batch
     if isinstance(output, Mapping):
         columns = {k: _rows(v, rows, what) for k, v in output.items()}
         return [{k: column[i] for k, column in columns.items()} for i in range(rows)]
@@ -401,7 +413,11 @@ def _rows(output: Any, rows: int, what: str) -> list[Any]:
 
 
 def _on_host(value: Any) -> Any:
-    return value.cpu() if isinstance(value, torch.Tensor) else value
+    """A copy of a tensor or an array in host memory, because a step may write its results into the same memory again. Other values as they
+    are."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().to("cpu", copy=True)
+    return value.copy() if isinstance(value, np.ndarray) else value
 
 
 def _gather_rows(run: Run, indices: list[int], outputs: list[Any]) -> list[Any] | None:

@@ -71,11 +71,16 @@ class EMA(Callback):
         weights = [part.memory.to(average.dtype) for part, average in self._parts.values()]
         torch._foreach_lerp_(averages, weights, 1 - self.decay if step > self.start else 1.0)
 
-    def on_eval_start(self) -> None:
-        self._show(average=True)
+    def on_eval_start(self, module: TrainModule) -> None:
+        self._show_in_evaluation(module, average=True)
 
-    def on_eval_end(self) -> None:
-        self._show(average=self._complete)
+    def on_eval_end(self, module: TrainModule) -> None:
+        self._show_in_evaluation(module, average=self._complete)
+
+    def _show_in_evaluation(self, module: TrainModule, *, average: bool) -> None:
+        module.train()  # a layer that merges weights in eval mode merges the new ones, and keeps the others as they were
+        self._show(average=average)
+        module.eval()
 
     def on_complete(self, module: TrainModule) -> None:
         module.print("ema: RUN_DIR/model/ and this fit's validations use the average, the module the trained weights")

@@ -2,9 +2,63 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.functional import linear, mse_loss
+
+from fabricate import Trainer, TrainModule
 from fabricate.testing import check_plugin
 
 
 def test_it_keeps_what_a_plugin_promises() -> None:
     # Not neutral: what is validated is the average.
     check_plugin("ema:decay=0.9", neutral=False, strategies=("single", "ddp", "fsdp"))
+
+
+class Doubling(torch.nn.Module):
+    """Computes the weight that it uses once, when it is put into eval mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.eye(4))
+        self.kept = torch.eye(4)
+
+    def train(self, mode: bool = True) -> Doubling:
+        if not mode:
+            self.kept = 2 * self.weight.detach()
+        return super().train(mode)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return linear(x, 2 * self.weight if self.training else self.kept)
+
+
+class Model(TrainModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = Doubling()
+        self.average = torch.eye(4)
+        self.losses: list[float] = []
+
+    def training_step(self, batch: Any) -> torch.Tensor:
+        return mse_loss(self.layer(batch), 3 * batch)
+
+    def validation_step(self, batch: Any) -> dict[str, Any]:
+        return {"loss": self.training_step(batch)}
+
+    def on_eval_end(self, metrics: dict[str, float]) -> None:
+        self.losses.append(metrics["val_loss"])
+
+    def on_step(self) -> None:
+        self.average = 0.9 * self.average + 0.1 * self.layer.weight.detach()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.05)
+
+
+def test_a_layer_that_computes_its_weight_in_eval_mode_takes_the_average() -> None:
+    module, x = Model(), torch.randn(64, 4, generator=torch.Generator().manual_seed(1))
+    trainer = Trainer(max_epochs=3, seed=0, sanity_batches=0, progress=False, plugins=["ema:decay=0.9"])
+    trainer.fit(module, x, x, batch_size=8)
+    assert module.losses[-1] == pytest.approx(mse_loss(linear(x, 2 * module.average), 3 * x).item(), rel=1e-5)
