@@ -74,3 +74,19 @@ def test_importing_loads_no_heavy_library(module: str) -> None:
     code = f"import sys, {module}; print([name for name in {HEAVY} if name in sys.modules])"
     process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert process.stdout == "[]\n"
+
+
+@pytest.mark.parametrize(
+    ("line", "remedy"),
+    [
+        ("from fabricate import LightningModule", "fabricate has no LightningModule; use TrainModule"),
+        ("from fabricate import ModelCheckpoint", "fabricate has no ModelCheckpoint; use run_dir=, with save_every="),
+        ("from fabricate.callbacks import EarlyStopping", "write: from fabricate import EarlyStopping"),
+        ("from fabricate import Nothing", "cannot import name 'Nothing' from 'fabricate'"),
+        ("from fabricate.callbacks import Nothing", "cannot import name 'Nothing' from 'fabricate.callbacks'"),
+    ],
+)
+def test_a_name_that_cannot_be_imported_is_an_error_with_the_right_name(line: str, remedy: str) -> None:
+    with pytest.raises(ImportError, match=remedy):
+        exec(line)
+    assert not hasattr(fabricate, "nothing")

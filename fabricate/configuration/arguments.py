@@ -104,6 +104,12 @@ def _one_of(*choices: str) -> Callable[[str, Any], str]:
     return check
 
 
+def _printed(name: str, value: Any) -> str:
+    """What is printed of the plan; True and False for the default and for nothing."""
+    value = {True: "summary", False: "none"}[value] if isinstance(value, bool) else value
+    return _one_of("summary", "full", "none")(name, value)
+
+
 def _time(example: str) -> Callable[[str, Any], Every]:
     def check(name: str, value: Any) -> Every:
         try:
@@ -247,7 +253,7 @@ class Settings:
     sanity_batches: Annotated[int, _whole(0)]
     log_every: Annotated[Every, Every.parse]
     progress: Annotated[bool | tuple[str, ...], _progress]
-    print_plan: Annotated[str, _one_of("summary", "full", "none")]
+    print_plan: Annotated[str, _printed]
     plugins: Annotated[tuple[object, ...], _plugins]
     trackers: Annotated[tuple[Any, ...], _trackers]
     limit_train_batches: int | float | None

@@ -118,6 +118,10 @@ def _batches(settings: Settings, resolved: Resolved, data: Data, train: Source) 
     yield Setting(
         "train", train.kind, f"{train.num_samples:,} samples" if train.num_samples is not None else "no length"
     )
+    order, why = {True: ("shuffled", "seed and epoch"), False: ("not shuffled", "data"), None: ("its own", "data")}[
+        train.shuffle
+    ]
+    yield Setting("row_order", order, ", ".join(train.sampler_names) or why)
     yield Setting("micro_batch_size", train.batch_size, per_rank)
     yield Setting("gradient_accumulation_steps", *data.accumulation)
     yield Setting("global_batch_size", train.global_batch, product)

@@ -216,7 +216,8 @@ def _open_loader(loader: DataLoader[Any], setup: Setup, loading: Loading) -> Sou
         order = f"the batches of {type(sampler).__name__}, drawn for each epoch from the seed, and given to the ranks in turn"
     if units is None:
         return _open_batches(loader, setup, f"{type(sampler).__name__} has no length")
-    setup.notes.append(f"{setup.argument}: the DataLoader is rebuilt around a global order; {order}")
+    if order:
+        setup.notes.append(f"{setup.argument}: the DataLoader is rebuilt around a global order; {order}")
     options = _options_of(loader, setup, loading)
     source = Indexed(
         setup, "dataloader", loader.dataset, draw, batch_size=batch_size, units=units, shuffle=shuffle, options=options
@@ -269,17 +270,17 @@ def _without_persistent_workers(loader: DataLoader[Any], setup: Setup) -> DataLo
 
 
 def _sampler_order(dataset: Any, sampler: Any) -> tuple[Draw, int | None, str, bool | None]:
-    """A function that draws the rows of an epoch for `sampler`, their number, a phrase for the note, and the value of `Source.shuffle`."""
+    """A function that draws the rows of an epoch for `sampler`, their number, the phrase of a note about a sampler of the user's, and the
+    value of `Source.shuffle`."""
     rows = _length(sampler)
     # Only torch's own classes over the whole data set are replaced. A subclass may use any order, so it is iterated.
     whole = type(sampler) in (SequentialSampler, RandomSampler) and rows == _length(dataset) == len(sampler.data_source)
     shuffle = type(sampler) is RandomSampler
     if whole and rows is not None and not (shuffle and sampler.replacement):
-        phrase = "shuffled, the permutation comes from the seed and the epoch" if shuffle else "not shuffled"
         return (
             lambda seed, epoch: RowOrder(epoch_order(rows, seed=seed, epoch=epoch, shuffle=shuffle)),
             rows,
-            phrase,
+            "",
             shuffle,
         )
     phrase = f"the rows of {type(sampler).__name__}, drawn for each epoch from the seed, the same on all ranks"

@@ -562,6 +562,21 @@ PLUGINS = {
 }
 """Names of callbacks of fabricate, Lightning and transformers."""
 
+IMPORTS = {
+    "LightningModule": "TrainModule",
+    "LightningDataModule": _DATAMODULE,
+    "TrainerCallback": "Callback",
+    "TrainingArguments": "the arguments of Trainer, or from_training_arguments",
+    "Seq2SeqTrainer": "Trainer",
+    "Accelerator": "Trainer, whose trainer.accelerator is an accelerate.Accelerator",
+    "Fabric": "Trainer, whose trainer.accelerator is an accelerate.Accelerator",
+    "set_seed": "seed_everything",
+    "DDPStrategy": "DDP",
+    "FSDPStrategy": "FSDP",
+    **{name: remedy for name, remedy in PLUGINS.items() if name[0].isupper()},
+}
+"""Names that users of Lightning, transformers and Accelerate try to import."""
+
 TRACKERS = {
     "csv": "nothing: metrics.jsonl in run_dir has every value, a JSON object per line",
     "csvlogger": "nothing: metrics.jsonl in run_dir has every value, a JSON object per line",

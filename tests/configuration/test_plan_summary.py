@@ -58,6 +58,7 @@ def test_notes_that_find_no_room_are_counted() -> None:
 def test_all_of_the_plan_or_nothing_is_printed_on_request(capsys: pytest.CaptureFixture[str]) -> None:
     assert printed_before_the_first_step(capsys, print_plan="full").startswith("fabricate plan\n")
     assert printed_before_the_first_step(capsys, print_plan="none") == ""
+    assert printed_before_the_first_step(capsys, print_plan=False) == ""
     with pytest.raises(
         ConfigurationError, match="print_plan='ful': give 'summary', 'full' or 'none'; did you mean 'full'"
     ):

@@ -35,12 +35,12 @@ def test_a_loader_is_rebuilt_with_everything_but_its_sampler() -> None:
     source = opened(in_twos(5, collate_fn=collate))
     assert flat(updates([source])) == [100, 101, 102, 103, 104]
     assert (source.kind, source.batch_size, source.global_batch) == ("dataloader", 2, 2)
-    assert source.notes == ("train: the DataLoader is rebuilt around a global order; not shuffled",)
+    assert (source.shuffle, source.notes) == (False, ())
 
 
 def test_options_of_a_loader_that_are_not_applied_are_named() -> None:
     source = opened(in_twos(5, num_workers=1, persistent_workers=True, in_order=False))
-    assert source.notes[1:] == (
+    assert source.notes == (
         "train: persistent_workers=True of the DataLoader is not applied, because worker processes are started again for each epoch",
         "train: in_order=False of the DataLoader is not applied, because batches are read in order",
     )
