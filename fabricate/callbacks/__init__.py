@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 
 def __getattr__(name: str) -> Any:
-    import fabricate
-
-    if name in fabricate.__all__:
+    if name in sys.modules["fabricate"].__all__:
         raise ImportError(f"write: from fabricate import {name}")
     raise AttributeError(f"module 'fabricate.callbacks' has no attribute {name!r}")

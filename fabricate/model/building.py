@@ -9,8 +9,9 @@ from __future__ import annotations
 import json
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -216,6 +217,35 @@ def check_sparse_buffers(module: torch.nn.Module, where: str) -> None:
             f"{where} cannot take sparse buffers: {few(sparse)}. Register the indices and the values as two buffers, and build the sparse "
             "tensor from them in forward"
         )
+
+
+def check_dtypes(module: torch.nn.Module, saved: Collection[torch.dtype]) -> None:
+    """Raise `ConfigurationError` if a parameter or a buffer has a dtype that is not in `saved`, those that a checkpoint can hold."""
+    for name, tensor in chain(module.named_parameters(), module.named_buffers()):
+        if tensor.dtype not in saved:
+            raise ConfigurationError(
+                f"{name} has the dtype {tensor.dtype}, which a checkpoint cannot hold; use one of {', '.join(map(str, saved))}"
+            )
+
+
+def check_clipped(module: torch.nn.Module, clipping: str) -> None:
+    """Raise `ConfigurationError` if `clipping`, the argument that clips gradients, would get sparse ones."""
+    kinds = (torch.nn.Embedding, torch.nn.EmbeddingBag)
+    for name, layer in module.named_modules():
+        if isinstance(layer, kinds) and layer.sparse and layer.weight.requires_grad:
+            raise ConfigurationError(
+                f"{clipping}: {name} has sparse=True, and torch cannot clip sparse gradients. Remove {clipping}, or use sparse=False"
+            )
+
+
+def expand_buffers(module: torch.nn.Module) -> None:
+    """Give the buffers that `expand` made, whose elements share memory, memory for each element: they could not be loaded or sent."""
+    for layer in module.modules():
+        for name, buffer in layer.named_buffers(recurse=False):
+            if buffer.layout == torch.strided and any(
+                not stride and size > 1 for stride, size in zip(buffer.stride(), buffer.shape, strict=True)
+            ):
+                layer._buffers[name] = buffer.contiguous()
 
 
 def check_has_values(module: torch.nn.Module) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from fabricate.checkpoint.state.constants import constants
+from fabricate.checkpoint.state.logical import SAVED_DTYPES
 from fabricate.configuration.arguments import Settings
 from fabricate.configuration.opened_data import Data, settle
 from fabricate.configuration.resolve import Resolved
@@ -30,7 +31,15 @@ from fabricate.launch.ranks import Launch
 from fabricate.metrics.counters import Progress
 from fabricate.metrics.reduction import Metrics
 from fabricate.metrics.torchmetrics_objects import synchronise_torchmetrics
-from fabricate.model.building import build_model, check_has_values, check_parameters, check_sparse_buffers
+from fabricate.model.building import (
+    build_model,
+    check_clipped,
+    check_dtypes,
+    check_has_values,
+    check_parameters,
+    check_sparse_buffers,
+    expand_buffers,
+)
 from fabricate.module import NOT_RUNNING, TrainModule, attach, overrides
 from fabricate.registry.hook_calls import Calls, Manager, Origin
 from fabricate.registry.registry import progress_bar
@@ -252,12 +261,11 @@ def _prepare(run: Run, stages: Sequence[str], seed: int) -> None:
     check_has_values(module)
     if engine.world_size > 1 or run.run_dir is not None:
         check_sparse_buffers(module, "a checkpoint" if engine.world_size == 1 else "messages between ranks")
+        expand_buffers(module)
+    if training:
+        _check_trained(run)
     run.checkpoints.constants = engine.broadcast_json(constants(module))
     run.notes.extend([*_wrapped(module), *_not_called(module)] if training else ())
-    if training and not any(p.requires_grad for p in module.parameters()):
-        raise ConfigurationError(
-            f"{type(module).__name__} has no trainable parameter; build layers in __init__ or configure_model"
-        )
     if run.source is not None:
         for source in (run.source, *run.validation.values()):
             source.recognise()
@@ -267,6 +275,20 @@ def _prepare(run: Run, stages: Sequence[str], seed: int) -> None:
     if engine.ranks_per_row > 1:
         run.closing.callback(synchronise_torchmetrics(module, engine.counterparts(engine.ranks_per_row)))
     run.notes.extend(engine.notes)
+
+
+def _check_trained(run: Run) -> None:
+    """Raise `ConfigurationError` if the module cannot be trained, clipped or saved as the arguments of the Trainer ask."""
+    module, settings = run.module, run.settings
+    if run.run_dir is not None:
+        check_dtypes(module, SAVED_DTYPES)
+    for name in ("max_grad_norm", "max_grad_value"):
+        if getattr(settings, name) is not None:
+            check_clipped(module, f"{name}={getattr(settings, name)}")
+    if not any(p.requires_grad for p in module.parameters()):
+        raise ConfigurationError(
+            f"{type(module).__name__} has no trainable parameter; build layers in __init__ or configure_model"
+        )
 
 
 def _not_called(module: TrainModule) -> Iterator[str]:

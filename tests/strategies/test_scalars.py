@@ -156,3 +156,47 @@ def test_sparse_buffers_that_a_checkpoint_would_hold_are_refused_before_the_firs
     with pytest.raises(ConfigurationError, match="a checkpoint cannot take sparse buffers: adjacency"):
         trainer.fit(Graph(), ROWS, batch_size=2)
     assert Trainer(max_steps=1, progress=False).fit(Graph(), ROWS, batch_size=2).steps == 1
+
+
+class Wide(TrainModule):
+    """A sparse embedding, and a buffer of its caller."""
+
+    def __init__(self, buffer: torch.Tensor) -> None:
+        super().__init__()
+        self.embedding = torch.nn.Embedding(4, 1, sparse=True)
+        self.register_buffer("constant", buffer)
+
+    def training_step(self, batch: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = (self.embedding(torch.tensor([0, 1])) - self.get_buffer("constant").real.mean()).mean()
+        return loss.square()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SparseAdam(self.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize("clipping", ["max_grad_norm", "max_grad_value"])
+def test_clipping_of_sparse_gradients_is_refused_before_the_first_step(clipping: str) -> None:
+    trainer = Trainer(max_steps=1, progress=False, **{clipping: 1.0})
+    with pytest.raises(ConfigurationError, match=f"{clipping}=1.0: embedding has sparse=True"):
+        trainer.fit(Wide(torch.ones(2)), ROWS, batch_size=2)
+
+
+def test_a_dtype_that_a_checkpoint_cannot_hold_is_refused_before_the_first_step(tmp_path: Path) -> None:
+    module = Wide(torch.ones(2, dtype=torch.complex128))
+    with pytest.raises(
+        ConfigurationError, match=r"constant has the dtype torch\.complex128, which a checkpoint cannot"
+    ):
+        Trainer(max_steps=1, run_dir=tmp_path / "run", progress=False).fit(module, ROWS, batch_size=2)
+    assert Trainer(max_steps=1, progress=False).fit(module, ROWS, batch_size=2).steps == 1
+
+
+def _of_expanded(run_dir: Path | None) -> int:
+    for steps in (1, 2):
+        trainer = Trainer(max_steps=steps, run_dir=run_dir, progress=False)
+        reached = trainer.fit(Wide(torch.ones(1).expand(5)), ROWS, batch_size=1).steps
+    return reached
+
+
+def test_a_buffer_made_by_expand_is_saved_and_sent(tmp_path: Path) -> None:
+    assert _of_expanded(tmp_path) == 2
+    assert run_ranks(_of_expanded, 2, None) == [2, 2]

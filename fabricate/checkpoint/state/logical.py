@@ -47,6 +47,7 @@ _CODES = {
     torch.float8_e4m3fn: "F8_E4M3",
     torch.float8_e5m2: "F8_E5M2",
 }
+SAVED_DTYPES = tuple(_CODES)
 _DTYPES = {code: dtype for dtype, code in _CODES.items()}
 Groups = list[dict[str, torch.nn.Parameter]]
 """The parameters of an optimizer by name, one mapping per parameter group."""
