@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torchmetrics
 from torch import nn
 from torch.nn.functional import linear, mse_loss
 from torch.utils.data import DataLoader, TensorDataset
@@ -199,6 +200,7 @@ class OnRankZero(Model):
         self.threshold, self.record = 0.5, list[int]()
         self.layers[0].scale = 1.0
         self.settings, self.plain = {"threshold": 0.5}, torch.zeros(())
+        self.measure = torchmetrics.MeanMetric()
 
     def validation_step(self, batch: Any) -> dict[str, Any]:
         return {"loss": self.loss(batch), "outputs": batch[1]}
@@ -209,7 +211,7 @@ class OnRankZero(Model):
         self.layers[0].scale = self.settings["threshold"] = self.threshold
         self.plain.fill_(self.threshold)
         self.record.append(self.trainer.step)
-        return {"mean": self.threshold}
+        return {"mean": self.measure(self.threshold)}
 
 
 def printed() -> str:

@@ -24,7 +24,7 @@ from fabricate.data.source import Source
 from fabricate.distributed.group import looking_alone
 from fabricate.errors import ConfigurationError, few
 from fabricate.metrics.reduction import one_number
-from fabricate.metrics.torchmetrics_objects import set_apart, snapshot_torchmetrics
+from fabricate.metrics.torchmetrics_objects import is_torchmetric, set_apart, snapshot_torchmetrics
 from fabricate.module import STEPS, overrides, refusing_logs
 from fabricate.seeding import derive_seed, rng_state, seed_everything, set_rng_state
 from fabricate.training.evaluations.evaluated import Evaluated, new_metrics, prefix_of, share_objects
@@ -260,9 +260,12 @@ def _noting_what_is_set(run: Run, where: str) -> Iterator[None]:
 
 
 def _marks(module: torch.nn.Module) -> dict[str, Any]:
-    """Fingerprints of the buffers and of the attributes of a module and its submodules, by name."""
+    """Fingerprints of the buffers and of the attributes of a module and its submodules, by name. Without torchmetrics objects, which begin
+    anew with each evaluation."""
     marks = {name: mark_of(buffer, set()) for name, buffer in module.named_buffers()}
     for prefix, each in module.named_modules():
+        if is_torchmetric(each):
+            continue
         own = {name: value for name, value in vars(each).items() if name not in OURS}
         marks |= {f"{prefix}.{name}".lstrip("."): mark_of(value, set()) for name, value in own.items()}
     return marks
