@@ -121,9 +121,8 @@ def __getattr__(name: str) -> Any:
     if name not in _HOME:
         foreign = importlib.import_module("fabricate.registry.foreign_names")
         if remedy := foreign.use(name, foreign.IMPORTS):
-            raise ImportError(
-                f"fabricate has no {name}{remedy}"
-            )  # the only kind of which `from fabricate import` keeps the text
+            # not AttributeError, of which `from fabricate import` would not show the text
+            raise ImportError(f"fabricate has no {name}{remedy}")
         raise AttributeError(f"module 'fabricate' has no attribute {name!r}")
     value = getattr(importlib.import_module(f"fabricate.{_HOME[name]}"), name)
     globals()[name] = value

@@ -304,25 +304,32 @@ def _with_own_memory(units: Iterator[Any]) -> Iterator[Any]:
 
 def _copied(unit: Any) -> Any:
     """A unit with copies of its tensors and arrays, as far as it consists of built-in collections."""
-    if type(unit) is torch.Tensor:
-        return unit if unit.requires_grad else unit.clone()
-    if type(unit) is np.ndarray:
-        return unit.copy()
     if type(unit) is dict:
         return {key: _copied(each) for key, each in unit.items()}
-    return type(unit)(map(_copied, unit)) if type(unit) in (list, tuple) else unit
+    if type(unit) in (list, tuple):
+        return type(unit)(map(_copied, unit))
+    if not _is_plain(unit):
+        return unit
+    return unit.copy() if isinstance(unit, np.ndarray) else unit.clone()
 
 
 def _equal(unit: Any, copied: Any) -> bool:
-    if unit is copied or type(unit) not in (torch.Tensor, np.ndarray, dict, list, tuple):
-        return True
-    if isinstance(unit, torch.Tensor):
-        return torch.equal(unit, copied)
-    if isinstance(unit, np.ndarray):
-        return np.array_equal(unit, copied)
-    if isinstance(unit, dict):
+    """Whether a unit is as it was when it was `copied`."""
+    if type(unit) is dict:
         return unit.keys() == copied.keys() and all(_equal(unit[key], copied[key]) for key in copied)
-    return len(unit) == len(copied) and all(map(_equal, unit, copied))
+    if type(unit) in (list, tuple):
+        return len(unit) == len(copied) and all(map(_equal, unit, copied))
+    if not _is_plain(unit):
+        return True
+    return np.array_equal(unit, copied) if isinstance(unit, np.ndarray) else torch.equal(unit, copied)
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether `value` is a tensor or an array whose elements can be copied and compared."""
+    if type(value) is np.ndarray:
+        return bool(value.dtype != object)
+    unusual = type(value) is not torch.Tensor or value.is_nested or value.is_meta or value.requires_grad
+    return not unusual and value.layout is torch.strided
 
 
 def _finish_epoch(data: Any, seed: int, epoch: int, cap: int, state: Any) -> None:

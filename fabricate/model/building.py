@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import sys
 import warnings
+from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -239,12 +240,19 @@ def check_clipped(module: torch.nn.Module, clipping: str) -> None:
 
 
 def expand_buffers(module: torch.nn.Module) -> None:
-    """Give the buffers that `expand` made, whose elements share memory, memory for each element: they could not be loaded or sent."""
+    """Give the buffers that `expand` made, whose elements share memory, memory for each element: they could not be loaded or sent. Not
+    those that share it with another buffer or parameter and change with that."""
+    plain = (torch.Tensor, torch.nn.Parameter)
+    tensors = [
+        t for t in chain(module.parameters(), module.buffers()) if type(t) in plain and t.layout is torch.strided
+    ]
+    uses = Counter(t.untyped_storage().data_ptr() for t in tensors)
     for layer in module.modules():
         for name, buffer in layer.named_buffers(recurse=False):
-            if buffer.layout == torch.strided and any(
-                not stride and size > 1 for stride, size in zip(buffer.stride(), buffer.shape, strict=True)
-            ):
+            if type(buffer) is not torch.Tensor or buffer.layout is not torch.strided:
+                continue
+            expanded = any(not stride and size > 1 for stride, size in zip(buffer.stride(), buffer.shape, strict=True))
+            if expanded and uses[buffer.untyped_storage().data_ptr()] == 1:
                 layer._buffers[name] = buffer.contiguous()
 
 

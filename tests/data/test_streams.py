@@ -254,6 +254,29 @@ def test_batches_that_lie_in_the_same_memory_are_those_that_were_yielded(kind: s
     assert read == [0, 1, 2, 3, 4, 5, 6]
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_batches_of_unusual_tensors_come_as_they_were_yielded() -> None:
+    batch = {
+        "rows": torch.zeros(2, 3),
+        "sparse": torch.eye(2).to_sparse(),
+        "nested": torch.nested.nested_tensor([torch.ones(1), torch.ones(2)]),
+        "objects": np.array([np.zeros(1), None], dtype=object),
+        "missing": torch.tensor([float("nan")]),
+        "learned": torch.zeros(2, requires_grad=True),
+    }
+
+    class Unusual:
+        def __iter__(self) -> Iterator[Any]:
+            yield batch
+            yield batch
+
+    for window in opened(Unusual()).windows(0):
+        for read, _ in window.micro_batches:
+            same = [read[name] is batch[name] for name in ("sparse", "nested", "objects", "learned")]
+            assert same == [True] * 4
+            assert torch.equal(read["rows"], batch["rows"])
+
+
 def test_batches_with_memory_of_their_own_are_not_copied() -> None:
     class Batches:
         def __init__(self) -> None:
