@@ -299,7 +299,8 @@ def _with_own_memory(units: Iterator[Any]) -> Iterator[Any]:
             refilled = not _equal(first, copied)
             del first, copied
             yield _copied(second) if refilled else second
-            yield from map(_copied, units) if refilled else units
+            for unit in units:  # `yield from` would close the units with this generator, and `finish` reads on
+                yield _copied(unit) if refilled else unit
 
 
 def _copied(unit: Any) -> Any:

@@ -217,8 +217,13 @@ def test_a_callback_that_logs_as_in_lightning_is_pointed_to_the_module() -> None
     )
 
 
-def test_clipping_sparse_gradients_is_explained() -> None:
-    kind, text = failure(Sparse(), max_grad_norm=1.0)
+class WantsTheNorm(Callback):
+    def on_step(self, grad_norm: float | None) -> None:
+        pass
+
+
+def test_the_norm_of_sparse_gradients_is_explained() -> None:
+    kind, text = failure(Sparse(), plugins=[WantsTheNorm()])
     assert kind == "NotImplementedError"
     assert (
         "sparse gradients, those of an Embedding(sparse=True), have no norm that fabricate can compute; leave out max_grad_norm="

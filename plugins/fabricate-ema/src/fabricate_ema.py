@@ -71,24 +71,20 @@ class EMA(Callback):
         weights = [part.memory.to(average.dtype) for part, average in self._parts.values()]
         torch._foreach_lerp_(averages, weights, 1 - self.decay if step > self.start else 1.0)
 
+    # Around an exchange in an evaluation, `train` and `eval` are called: a layer that merges weights in eval mode then merges the new ones.
     def on_eval_start(self, module: TrainModule) -> None:
-        self._show_in_evaluation(module, average=True)
+        self._show(module.train(), average=True).eval()
 
     def on_eval_end(self, module: TrainModule) -> None:
-        self._show_in_evaluation(module, average=self._complete)
-
-    def _show_in_evaluation(self, module: TrainModule, *, average: bool) -> None:
-        module.train()  # a layer that merges weights in eval mode merges the new ones, and keeps the others as they were
-        self._show(average=average)
-        module.eval()
+        self._show(module.train(), average=self._complete).eval()
 
     def on_complete(self, module: TrainModule) -> None:
         module.print("ema: RUN_DIR/model/ and this fit's validations use the average, the module the trained weights")
         self._complete = True
-        self._show(average=True)
+        self._show(module, average=True)
 
-    def on_fit_end(self) -> None:
-        self._show(average=False)
+    def on_fit_end(self, module: TrainModule) -> None:
+        self._show(module, average=False)
 
     def on_save(self, state: MutableMapping[str, Any]) -> None:
         state["average"] = {name: part.over(average) for name, (part, average) in self._parts.items()}
@@ -100,22 +96,22 @@ class EMA(Callback):
     on_load_weights = on_load
 
     @hookimpl(tryfirst=True)  # before a checkpoint of the last update is saved
-    def on_exception(self) -> None:
-        self._show(average=False, tell=False)
+    def on_exception(self, module: TrainModule) -> None:
+        self._show(module, average=False, tell=False)
 
-    def on_teardown(self) -> None:
-        self._show(average=False, tell=False)
+    def on_teardown(self, module: TrainModule) -> None:
+        self._show(module, average=False, tell=False)
         self._parts, self._complete = {}, False
 
-    def _show(self, *, average: bool, tell: bool = True) -> None:
-        """Put the average into the module, or the weights back, unless they are there already. tell: also call `after_load` of the
-        strategy, which needs all ranks (not after an exception)."""
+    def _show(self, module: TrainModule, *, average: bool, tell: bool = True) -> TrainModule:
+        """Put the average into `module`, or the weights back, unless they are there already; returns `module`. tell: also call `after_load`
+        of the strategy, which needs all ranks (not after an exception)."""
         import torch
 
         if average != bool(self._kept) and self._parts:
-            values = [part.memory for part, _ in self._parts.values()]
             wanted = [mean for _, mean in self._parts.values()] if average else self._kept
-            self._kept = [value.clone() for value in values] if average else []
-            torch._foreach_copy_(values, wanted)
+            self._kept = [part.memory.clone() for part, _ in self._parts.values()] if average else []
+            torch._foreach_copy_([part.memory for part, _ in self._parts.values()], wanted)
             if tell:
                 self._strategy.after_load()
+        return module
