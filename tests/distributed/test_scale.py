@@ -187,7 +187,7 @@ def test_builds_are_compared_at_the_store() -> None:
     """With the same number of calls on each rank, except the last one, which leaves the result."""
     for size in SIZES:
         traffic = on_each_at_the_store(size, lambda store, rank, size=size: compare_builds(store, rank, size, BUILT))
-        assert max(rank.messages for rank in traffic) <= 10
+        assert max(rank.messages for rank in traffic) <= 12  # 10, or 12 if rank 0 is the last to compare
         assert sum(rank.messages for rank in traffic) == 2 * 3 * size + 2 * 2 + 2
 
 
