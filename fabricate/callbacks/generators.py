@@ -1,9 +1,13 @@
-"""The states of the random generators of training, for callbacks that draw random numbers or restore an earlier state."""
+"""Copies of random states, buffers and torchmetrics objects, for callbacks that draw random numbers or restore an earlier state."""
 
 from __future__ import annotations
 
 import random
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
 
 
 def generator_states() -> dict[str, Any]:
@@ -31,3 +35,35 @@ def set_generator_states(states: dict[str, Any]) -> None:
     torch.set_rng_state(states["torch"])
     if "device" in states:
         torch.get_device_module().set_rng_state(states["device"])
+
+
+def kept_buffers(module: torch.nn.Module) -> Callable[[], None]:
+    """Copy the buffers of `module`, and the state of torchmetrics objects in it. The returned function restores them, also if code has
+    assigned other tensors."""
+    held = [
+        (layer._buffers, {name: _cloned(value) for name, value in layer._buffers.items()}) for layer in module.modules()
+    ]
+    places: list[dict[str, Any]] = [vars(each) for each in module.modules()]
+    metrics = [
+        (place, {name: _cloned(place[name]) for name in (*place["_defaults"], "_update_count", "_computed")})
+        for place in places
+        if "_defaults" in place and "_update_count" in place
+    ]
+
+    def restore() -> None:
+        import torch
+
+        for place, values in (*held, *metrics):
+            for name, value in values.items():
+                now = place.get(name)
+                if isinstance(now, torch.Tensor) and isinstance(value, torch.Tensor) and now.shape == value.shape:
+                    with torch.no_grad():
+                        now.copy_(value)  # other code may hold the tensor
+                else:
+                    place[name] = value
+
+    return restore
+
+
+def _cloned(value: Any) -> Any:
+    return list(value) if isinstance(value, list) else value.detach().clone() if hasattr(value, "detach") else value

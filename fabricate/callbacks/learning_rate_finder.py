@@ -5,10 +5,13 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
+from fabricate.callbacks.generators import kept_buffers
 from fabricate.errors import ConfigurationError
 from fabricate.hooks import Callback, hookimpl
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import torch
 
     from fabricate.module import TrainModule
@@ -62,7 +65,8 @@ class LearningRateFinder(Callback):
         self._complete = False
         """Whether the test is done: all rates were tried, or the loss diverged at one of them."""
         self._before: list[tuple[torch.Tensor, torch.Tensor]] = []
-        """This rank's memory of each weight, and each buffer, with a copy of its values before the test."""
+        """This rank's memory of each weight, with a copy of its values before the test."""
+        self._restore_buffers: Callable[[], None] | None = None
 
     def rate(self, update: int) -> float:
         """The learning rate of the update number `update`, from 0."""
@@ -90,7 +94,8 @@ class LearningRateFinder(Callback):
             )
         self.results, self._mean, self._complete = {"lr": [], "loss": []}, 0.0, False
         memories = [trainer.strategy.local_part(parameter).memory for parameter in module.parameters()]
-        self._before = [(tensor, tensor.clone()) for tensor in (*memories, *module.buffers())]
+        self._before = [(tensor, tensor.clone()) for tensor in memories]
+        self._restore_buffers = kept_buffers(module)
 
     def on_epoch_start(self, trainer: Trainer) -> None:
         if trainer.step and not self.results["lr"]:
@@ -141,10 +146,11 @@ class LearningRateFinder(Callback):
         import torch
 
         before, self._before = self._before, []
+        restore_buffers, self._restore_buffers = self._restore_buffers, None
+        if restore_buffers is not None:
+            restore_buffers()
         with torch.no_grad():
             for tensor, value in before:
-                if tensor.shape != value.shape:
-                    tensor.resize_(value.shape)
                 tensor.copy_(value)
         if before and strategy is not None:
             strategy.after_load()

@@ -8,9 +8,7 @@ from fabricate.errors import ConfigurationError
 from fabricate.hooks import Callback, hookimpl
 
 if TYPE_CHECKING:
-    from collections.abc import Generator
-
-    import torch
+    from collections.abc import Callable, Generator
 
     from fabricate.module import TrainModule
     from fabricate.trainer import Trainer
@@ -21,17 +19,20 @@ class SaveOnException(Callback):
     with a note about what was saved, or why nothing was.
 
     The same call of `fit` continues from there, bitwise as if it had not failed; a validation that failed is run again. For this, generator
-    states and buffers are copied after every update. Nothing is saved if the error is raised in the optimizer or in a hook `on_step`, if
-    weights are not finite, at a second Ctrl-C, or if another rank continues or has ended: a checkpoint needs all ranks, so they have to
-    fail in the same update, within ten seconds. A rank that fails alone reports its error after that time.
+    states, buffers and torchmetrics objects are copied after every update. What else `training_step` changes, such as a frozen copy of the
+    network that follows it, or a counter that `on_save` stores, is saved as the failed update left it.
+
+    Nothing is saved if the error is raised in the optimizer or in a hook `on_step`, if weights are not finite, at a second Ctrl-C, or if
+    another rank continues or has ended: a checkpoint needs all ranks, so they have to fail in the same update, within ten seconds. A rank
+    that fails alone reports its error after that time.
 
         Trainer(plugins=[SaveOnException()], run_dir="runs/one", ...)
     """
 
     def __init__(self) -> None:
         self._generators: dict[str, Any] = {}
-        self._buffers: list[tuple[torch.Tensor, torch.Tensor]] = []
-        """Buffers, and their values after the last complete update."""
+        self._put_back: Callable[[], None] | None = None
+        """Restores buffers and torchmetrics objects as they were after the last complete update."""
         self._torn = True
         """Whether an update is incomplete, or no state was recorded yet."""
 
@@ -64,10 +65,9 @@ class SaveOnException(Callback):
         self._remember(module)
 
     def _remember(self, module: TrainModule) -> None:
-        from fabricate.callbacks.generators import generator_states
+        from fabricate.callbacks.generators import generator_states, kept_buffers
 
-        self._generators = generator_states()
-        self._buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
+        self._generators, self._put_back = generator_states(), kept_buffers(module)
         self._torn = False
 
     def on_exception(self, trainer: Trainer, exception: BaseException) -> None:
@@ -79,24 +79,19 @@ class SaveOnException(Callback):
             exception.add_note(f"SaveOnException: no checkpoint was saved: {second}")
 
     def _save(self, trainer: Trainer) -> str:
-        import torch
-
         from fabricate.callbacks.generators import set_generator_states
 
         assert trainer.run_dir is not None
+        assert self._put_back is not None
         path = trainer.run_dir / "checkpoints" / f"step-{trainer.step:08d}"
         if self._torn:
             return f"no checkpoint was saved, because the update after step {trainer.step} was not complete"
         if path.exists():
             return f"step {trainer.step} was saved already, in {path}"
         set_generator_states(self._generators)
-        with torch.no_grad():
-            for buffer, value in self._buffers:
-                if buffer.shape != value.shape:
-                    buffer.resize_(value.shape)
-                buffer.copy_(value)
+        self._put_back()
         trainer.save(path)
         return f"step {trainer.step} is saved in {path}. Run the same script again to continue from it"
 
     def on_teardown(self) -> None:
-        self._generators, self._buffers, self._torn = {}, [], True
+        self._generators, self._put_back, self._torn = {}, None, True

@@ -12,7 +12,7 @@ import datetime
 import json
 import socket
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -67,13 +67,23 @@ def looking_alone() -> Iterator[None]:
         dist.is_initialized = before
 
 
-def restore_buffers(values: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Give each buffer its earlier value, and its shape: an observer of torch.ao grows in its first forward."""
-    with torch.no_grad():
-        for buffer, value in values:
-            if buffer.shape != value.shape:
-                buffer.resize_(value.shape)
-            buffer.copy_(value)
+def remembered_buffers(module: torch.nn.Module) -> Callable[[], None]:
+    """Record the buffers of `module`. The returned function gives each layer the same buffers again, if code has assigned others, with
+    their earlier values and shapes: an observer of torch.ao grows in its first forward."""
+    held = [(layer, dict(layer._buffers)) for layer in module.modules()]
+    values = [(buffer, buffer.clone()) for buffer in module.buffers()]
+
+    def restore() -> None:
+        for layer, buffers in held:
+            layer._buffers.clear()
+            layer._buffers.update(buffers)
+        with torch.no_grad():
+            for buffer, value in values:
+                if buffer.shape != value.shape:
+                    buffer.resize_(value.shape)
+                buffer.copy_(value)
+
+    return restore
 
 
 def _restore_unless_written(buffer: torch.Tensor, own: torch.Tensor, shared: torch.Tensor) -> None:

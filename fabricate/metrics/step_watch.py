@@ -70,13 +70,17 @@ class _Reduced(NamedTuple):
     sizes: tuple[int, ...]
     """The sizes of the tensor; for a mean the number of its elements."""
     is_mean: bool = False
-    """Whether it is the result of `mean`, and not a function of it."""
+    """Whether it is the result of `mean`, or a sum divided by the number of its elements, and not a function of it."""
     terms: tuple[tuple[int, ...], ...] = ()
     """For sums that were added up one by one, as in a loop over rows: the sizes of the tensor of each."""
 
+    def is_unchanged(self) -> bool:
+        """Whether the result was not changed in place."""
+        return _version(self.result) == self.version
+
     def is_in(self, value: Any) -> bool:
         """Whether `value` is this tensor, which was not changed in place, or its number, if it is on the host."""
-        if _version(self.result) != self.version:
+        if not self.is_unchanged():
             return False
         if isinstance(value, torch.Tensor):
             return value.data_ptr() == self.result.data_ptr()
@@ -121,6 +125,10 @@ class StepWatch(TorchFunctionMode):
         """The names of the metrics that were cross-entropies."""
         self._decided = False
         """Whether a batch was weighed before."""
+        self._numbers: dict[str, float] = {}
+        """The first value of each metric that is a Python number."""
+        self._inspected: set[str] = set()
+        """The names of those that were inspected."""
 
     def __enter__(self) -> StepWatch:
         self._found, self._reduced, self._functions = [], {}, []
@@ -189,7 +197,10 @@ class StepWatch(TorchFunctionMode):
         for each in first:
             # A mean that is divided by a mean of its weights; a number only scales it.
             of_a_mean = math.prod(each.sizes) * args[1] if isinstance(args[1], torch.Tensor) else each.divisor
-            quotients.append(new(args[1] if each.divisor is None else of_a_mean, each.sizes, False, each.terms))
+            divisor = args[1] if each.divisor is None else of_a_mean
+            of_a_sum = each.divisor is None and not each.terms
+            is_mean = of_a_sum and not isinstance(divisor, torch.Tensor) and divisor == math.prod(each.sizes)
+            quotients.append(new(divisor, each.sizes, is_mean, each.terms))
         return quotients
 
     def _added(self, new: Callable[..., _Reduced], *args: Any) -> Iterator[_Reduced]:
@@ -247,8 +258,12 @@ class StepWatch(TorchFunctionMode):
         """After `weigh` found a cross-entropy: a description of an entry of `logged` that is weighted by its labels, but is no mean over
         them or over `rows` rows; "" if there is none, or if enough batches were inspected. `others`: as in `of_other_than_rows`. Waits for
         the device."""
+        if not rows:
+            return ""
+        if text := self._from_elsewhere(logged, rows):
+            return text
         self._looks -= 1
-        if self._looks < 0 or not rows:
+        if self._looks < 0:
             return ""
         counts = {int(each.over.labels) for each in self._found}
         for name, value, weight, reduce in logged:
@@ -261,6 +276,28 @@ class StepWatch(TorchFunctionMode):
                     return text
         return ""
 
+    def _from_elsewhere(self, logged: list[Any], rows: int) -> str:
+        """A description of an entry of `logged` that is a Python number which torch did not compute, as those of NumPy, if the labels of
+        this batch are not one per row; "" if there is none. Each is inspected in the first batch in which it is another number than in the
+        first: the weight of a constant is of no importance. Waits for the device in that batch."""
+        for name, value, weight, reduce in logged:
+            if weight is not None or reduce != "mean" or not isinstance(value, float) or name in self._inspected:
+                continue
+            if not math.isfinite(value) or self._numbers.setdefault(name, value) == value:
+                continue
+            self._inspected.add(name)
+            counts = {int(each.over.labels) for each in self._found}
+            if counts != {rows} and not self._is_recorded(value, {rows, *counts}):
+                return f"{name!r} as a number that was computed outside of torch"
+        return ""
+
+    def _is_recorded(self, value: float, counts: Collection[int]) -> bool:
+        """Whether `value` is a recorded result, or a recorded sum divided by one of `counts` or by another sum. Waits for the device."""
+        if any(each.is_in(value) for each in self._all()) or (value and self._divisor(value, 1, None, ()) is not None):
+            return True
+        sums = [float(each.result) for each in self._sums()]
+        return any(math.isclose(number, value * count) for number in sums for count in counts)
+
     def _all(self) -> Iterator[_Reduced]:
         return itertools.chain.from_iterable(self._reduced.values())
 
@@ -269,8 +306,14 @@ class StepWatch(TorchFunctionMode):
         return StepWatch(self._looks - 1) if self._looks > 1 else None
 
     def _is_over_rows(self, value: Any, rows: int | None) -> bool:
-        """Whether a metric is a mean of one number per row."""
-        return any(each.is_mean and each.divisor == rows and each.is_in(value) for each in self._all())
+        """Whether a metric is a mean of one number per row, also as a sum that the step divided by the number of rows. May wait for the
+        device if the step made a Python number of it."""
+        if any(each.is_mean and each.divisor == rows and each.is_in(value) for each in self._all()):
+            return True
+        if not rows or not isinstance(value, float):
+            return False
+        sums = (each.result for each in self._sums() if each.sizes == (rows,) and each.is_unchanged())
+        return any(number / rows == value for number in (float(each) for each in sums))
 
     def gives_losses_over_rows(self, logged: list[Any], rows: int) -> bool:
         """Whether the losses in `logged`, or all its entries if none is called a loss, are recorded means over one value for each of `rows`

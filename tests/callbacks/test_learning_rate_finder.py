@@ -20,9 +20,11 @@ class Net(TrainModule):
         torch.manual_seed(0)
         self.net = torch.nn.Sequential(torch.nn.Linear(4, 1), torch.nn.BatchNorm1d(1))
         self.register_buffer("grows", torch.zeros(0), persistent=False)
+        self.register_buffer("assigned", torch.zeros(()))
 
     def training_step(self, batch: torch.Tensor) -> torch.Tensor:
         self.grows.set_(torch.ones(len(self.grows) + 1))
+        self.assigned = self.assigned + 1
         return (self.net[0](batch) - batch.sum(1, keepdim=True)).square().mean() + 0 * self.net(batch).sum()
 
     def configure_optimizers(self) -> Any:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torchmetrics
 
 from fabricate import Callback, ConfigurationError, SaveOnException, Trainer, TrainModule
 from fabricate.distributed import failures
@@ -28,10 +29,15 @@ class Net(TrainModule):
             torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Dropout(0.3), torch.nn.Linear(8, 1)
         )
         self.register_buffer("grows", torch.zeros(0), persistent=False)
+        self.register_buffer("assigned", torch.zeros(()))
+        self.mean = torchmetrics.MeanMetric()
 
     def training_step(self, batch: Any) -> torch.Tensor:
         x, y = batch
         self.grows.set_(torch.ones(len(self.grows) + 1))
+        self.assigned = self.assigned + x.mean()
+        self.mean.update(x.mean())
+        self.log("mean", self.mean)
         loss = torch.nn.functional.mse_loss(self.net(x).squeeze(-1), y)
         self.log("noise", torch.rand(()).item())
         return loss

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.nn.functional import cross_entropy, nll_loss
@@ -64,6 +65,54 @@ def test_a_mean_of_one_number_per_row_weighs_rows_beside_a_cross_entropy_of_more
     ]
     assert float(watch.weigh(logged, rows=2)) == 4  # of the others
     assert [weight if weight is None else float(weight) for _, _, weight, _ in logged] == [4, 2, None, None, 5, 2]
+
+
+@pytest.mark.parametrize(
+    "mean",
+    [
+        lambda right: right.sum() / len(right),
+        lambda right: right.float().sum() / right.size(0),
+        lambda right: right.sum().div(len(right)),
+        lambda right: torch.count_nonzero(right) / 6.0,
+        lambda right: right.sum().item() / len(right),
+        lambda right: int(right.sum()) / len(right),
+    ],
+)
+def test_a_sum_of_one_number_per_row_divided_by_the_rows_weighs_rows(mean: Any) -> None:
+    watch = StepWatch()
+    with torch.no_grad(), watch:
+        right = LOGITS.argmax(1) == TARGET
+        logged: list[Any] = [
+            ("loss", cross_entropy(LOGITS, TARGET), None, "mean"),
+            ("exact", mean(right), None, "mean"),
+            ("scaled", right.sum() / len(right) + 1, None, "mean"),
+            ("tokens", right.sum() / LABELLED.sum(), None, "mean"),
+        ]
+    assert float(watch.weigh(logged, rows=6)) == 4
+    assert [weight if weight is None else float(weight) for _, _, weight, _ in logged] == [4, 6, None, None]
+
+
+def _beside(number: Any, rows: int = 6) -> list[str]:
+    """What is said, batch after batch, about a number that `number(batch)` gives beside a cross-entropy of 4 labels."""
+    watch, texts = StepWatch(), []
+    for batch in range(5):
+        with torch.no_grad(), watch:
+            logged: list[Any] = [
+                ("loss", cross_entropy(LOGITS, TARGET), None, "mean"),
+                ("number", number(batch), None, "mean"),
+            ]
+        watch.weigh(logged, rows=rows)
+        texts.append(watch.beside(logged, rows=rows))
+    return texts
+
+
+def test_a_number_that_torch_did_not_compute_is_named_once_beside_a_cross_entropy_of_other_labels() -> None:
+    text = "'number' as a number that was computed outside of torch"
+    assert _beside(lambda batch: [0.5, 0.5, 0.5, 0.5, 0.25][batch]) == ["", "", "", "", text]
+    assert _beside(lambda batch: float(np.mean([batch, 0.3]))) == ["", text, "", "", ""]
+    assert _beside(lambda batch: 0.5) == [""] * 5  # a constant, of which the weight is of no importance
+    assert _beside(lambda batch: float(np.mean([batch, 0.3])), rows=4) == [""] * 5
+    assert _beside(lambda batch: (torch.ones(4) * batch).sum().item() / 4) == [""] * 5  # a mean over labels
 
 
 def test_watching_finds_nothing_where_there_is_no_mean_cross_entropy() -> None:

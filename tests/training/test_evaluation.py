@@ -532,10 +532,14 @@ class Collects(Regression):
         super().__init__()
         self.collected: list[float] = []
         self.count = torch.zeros(())
+        self.register_buffer("written", torch.zeros(()))
+        self.register_buffer("assigned", torch.zeros(()))
 
     def validation_step(self, batch: Any) -> None:
         self.collected.extend(self.layers(batch[0]).flatten().tolist())
         self.count += len(batch[0])
+        self.written += len(batch[0])
+        self.assigned = self.assigned + len(batch[0])
         self.rows = getattr(self, "rows", 0) + len(batch[0])
 
     def predict_step(self, batch: Any) -> torch.Tensor:
@@ -543,20 +547,21 @@ class Collects(Regression):
         return batch[0]
 
 
-def collected(strategies: tuple[str, ...]) -> list[tuple[int, int, int]]:
+def collected(strategies: tuple[str, ...]) -> list[tuple[int, int, int, int, int]]:
     counts = []
     for strategy in strategies:
         for ask in ("validate", "predict"):
             module = Collects()
             getattr(Trainer(strategy=strategy, progress=False, print_plan="none"), ask)(module, ROWS[:5], batch_size=2)
-            counts.append((len(module.collected), int(module.count), module.rows))
+            buffers = int(module.written), int(module.assigned)
+            counts.append((len(module.collected), int(module.count), module.rows, *buffers))
     return counts
 
 
 def test_what_a_step_collects_for_a_stand_in_is_not_kept() -> None:
     """Of 3 batches, rank 1 has one; under strategies that gather parameters it computes a second one without rows of its own."""
     one, other = run_ranks(collected, 2, ("ddp", "fsdp", "zero3"))
-    assert [tuple(map(sum, zip(*pair, strict=True))) for pair in zip(one, other, strict=True)] == [(5, 5, 5)] * 6
+    assert [tuple(map(sum, zip(*pair, strict=True))) for pair in zip(one, other, strict=True)] == [(5,) * 5] * 6
 
 
 class Taking(TrainModule):

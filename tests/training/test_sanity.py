@@ -78,6 +78,49 @@ def test_buffers_that_grow_before_training_get_their_shape_back() -> None:
     assert equal(*ends)
 
 
+class ChangesTraining(Regression):
+    """Changes in validation what training uses: weights, an assigned buffer, the learning rate, and a schedule that it steps itself."""
+
+    def __init__(self) -> None:
+        super().__init__(rate=0.1)
+        torch.manual_seed(0)
+        self.layers[0].reset_parameters()
+        self.layers[2].reset_parameters()
+        self.register_buffer("scale", torch.ones(()))
+        self.prototypes = torch.nn.Parameter(torch.ones(3), requires_grad=False)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        self.own = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=1)
+        return optimizer
+
+    def training_step(self, batch: Any) -> torch.Tensor:
+        loss: torch.Tensor = super().training_step((batch[0] * self.prototypes, batch[1])) * self.scale
+        return loss
+
+    def validation_step(self, batch: Any) -> Any:
+        self.scale = 0.9 * self.scale
+        self.prototypes *= 0.9
+        return {"loss": self.training_step(batch)}
+
+    def on_eval_end(self, metrics: dict[str, float]) -> None:
+        with torch.no_grad():
+            self.layers[0].weight *= 0.9
+        for group in self.trainer.optimizers["main"].param_groups:
+            group["lr"] *= 0.5
+        self.own.step(metrics["val_loss"])
+
+
+def test_what_a_validation_changes_of_the_training_is_put_back_too() -> None:
+    modules, rates = [], []
+    for sanity_batches in (0, 2):
+        modules.append(ChangesTraining())
+        trainer = Trainer(max_epochs=3, seed=0, sanity_batches=sanity_batches, progress=False)
+        rates.append(trainer.fit(modules[-1], ROWS, ROWS, batch_size=2).metrics["lr"])
+    assert rates[0] == rates[1]
+    assert equal(weights(modules[0]), weights(modules[1]))
+
+
 def test_what_a_validation_before_training_freezes_is_trained() -> None:
     class Freezes(Regression):
         def on_eval_end(self) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from fabricate.data.source import Source
-from fabricate.distributed.group import restore_buffers
+from fabricate.distributed.group import remembered_buffers
 from fabricate.errors import ConfigurationError, FabricateError
 from fabricate.metrics.torchmetrics_objects import snapshot_torchmetrics
 from fabricate.module import refusing_logs
@@ -87,6 +87,6 @@ def _micro_batches(run: Run, source: Source, batches: int | None) -> Iterator[An
 
 @contextlib.contextmanager
 def _unchanged_buffers(module: torch.nn.Module) -> Iterator[None]:
-    before = [(buffer, buffer.clone()) for buffer in module.buffers()]
+    restore = remembered_buffers(module)
     yield
-    restore_buffers(before)
+    restore()

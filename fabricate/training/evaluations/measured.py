@@ -14,6 +14,7 @@ import torch
 
 from fabricate.data.batches import EvalBatch, rows_at, rows_of, rows_that_came, several_labels, visible_rows
 from fabricate.data.digests import digest
+from fabricate.distributed.group import remembered_buffers
 from fabricate.errors import ConfigurationError, few
 from fabricate.metrics.step_watch import StepWatch
 from fabricate.metrics.torchmetrics_objects import snapshot_torchmetrics
@@ -170,13 +171,13 @@ class _Mean(NamedTuple):
 
 
 def restorable(module: TrainModule) -> Callable[[], None]:
-    """Record what a step may change in `module`: torchmetrics objects and attributes, such as a list of outputs. The returned function
-    restores it after a step that must not count."""
-    restore_metrics, restore_attributes = snapshot_torchmetrics(module), remembered(module)
+    """Record what a step may change in `module`: torchmetrics objects, buffers, and attributes such as a list of outputs. The returned
+    function restores it after a step that must not count."""
+    restores = (remembered(module), snapshot_torchmetrics(module), remembered_buffers(module))
 
     def restore() -> None:
-        restore_attributes()
-        restore_metrics()
+        for each in restores:
+            each()
 
     return restore
 

@@ -1,21 +1,28 @@
 """A few batches of validation before the first step, so that an error in it shows now and not after an epoch.
 
 It leaves no trace: plugins get no `on_eval_start` and `on_eval_end` (wrappers of `eval_step` run, because a step may need them), and the
-state of the run, of the module, of the user's plugins and data, and of the global variables that their methods name is restored. Must not
-know: the loop.
+state of the run, of the module, of optimizers and schedules, of the user's plugins and data, and of the global variables that their methods
+name is restored. Must not know: the loop.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
-from fabricate.distributed.group import restore_buffers
+import torch
+
+from fabricate.distributed.group import remembered_buffers
 from fabricate.metrics.torchmetrics_objects import snapshot_torchmetrics
 from fabricate.training.evaluations.evaluation import check_keep, evaluate
 from fabricate.training.saves.attributes import remembered
 from fabricate.training.state.run_state import Run
+
+_SMALL = 2**20
+"""Frozen parameters with fewer elements are restored, such as prototypes; a large frozen model would need its memory twice."""
 
 
 def check_validation(run: Run) -> None:
@@ -25,7 +32,7 @@ def check_validation(run: Run) -> None:
     if not settings.sanity_batches or not sets or not run.validates or settings.fast_dev_run:
         return
     try:
-        with put_back(run):
+        with put_back(run), _trained_as_before(run):
             metrics = evaluate(run, sets, "validate", most=settings.sanity_batches)
     except Exception as exc:
         exc.add_note(
@@ -40,6 +47,55 @@ def check_validation(run: Run) -> None:
 
 
 @contextlib.contextmanager
+def _trained_as_before(run: Run) -> Iterator[None]:
+    """Restore, after the body, the weights, the options of the optimizers and the schedules, which the module may change in a hook. Not
+    after an exception, which ends the fit. All ranks."""
+    restores = (_rates(run), _weights(run))
+    yield
+    for restore in restores:
+        restore()
+
+
+def _rates(run: Run) -> Callable[[], None]:
+    """Record the options of the optimizers, and the schedules. The returned function restores them."""
+    groups = [group for optimizer in run.optim.optimizers.values() for group in optimizer.param_groups]
+    options = [{name: _copy(value) for name, value in group.items() if name != "params"} for group in groups]
+    schedules = [(schedule, copy.deepcopy(schedule.state_dict())) for schedule in run.optim.schedules.values()]
+
+    def restore() -> None:
+        for group, before in zip(groups, options, strict=True):
+            for name in group.keys() - before.keys() - {"params"}:
+                del group[name]
+            group.update(before)
+        for schedule, state in schedules:
+            if repr(schedule.state_dict()) != repr(state):
+                schedule.load_state_dict(state)
+
+    return restore
+
+
+def _weights(run: Run) -> Callable[[], None]:
+    """Record the weights. The returned function restores them; all ranks call it."""
+    parameters = [p for p in run.module.parameters() if p.requires_grad or p.numel() < _SMALL]
+    memories = [run.engine.strategy.local_part(parameter).memory for parameter in parameters]
+    weights = [(memory, memory.clone()) for memory in memories if type(memory) is torch.Tensor]
+
+    def restore() -> None:
+        changed = [(memory, value) for memory, value in weights if not torch.equal(memory, value)]
+        with torch.no_grad():
+            for memory, value in changed:
+                memory.copy_(value)
+        if any(run.engine.agree([len(changed)])):
+            run.engine.strategy.after_load()
+
+    return restore
+
+
+def _copy(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) else value
+
+
+@contextlib.contextmanager
 def put_back(run: Run) -> Iterator[None]:
     """Restore, after the body, everything that the run and the module changed in it."""
     latest, before = dict(run.journal.latest), dataclasses.replace(run.requests, paths=list(run.requests.paths))
@@ -48,7 +104,7 @@ def put_back(run: Run) -> Iterator[None]:
     data = [source.data for source in run.validation.values()]  # a stream may hold its position
     parts = [getattr(each, "dataset", None) for each in data]
     restore_attributes = remembered(run.module, [*plugins, *data, *parts])
-    buffers = [(buffer, buffer.clone()) for buffer in run.module.buffers()]
+    restore_buffers = remembered_buffers(run.module)
     run.engine.moment.trial, changing = True, dict(run.optim.changing)
     try:
         yield
@@ -56,7 +112,7 @@ def put_back(run: Run) -> Iterator[None]:
         run.engine.moment.trial = False
         restore_attributes()
         restore_metrics()
-        restore_buffers(buffers)
+        restore_buffers()
         run.journal.latest, run.optim.changing = latest, changing
         requests = run.requests
         requests.stop, requests.save, requests.paths, requests.evaluate = (

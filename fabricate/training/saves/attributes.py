@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.optim.lr_scheduler import LRScheduler
 
 from fabricate.data.identity import names_in
 from fabricate.optim.schedules import captured
@@ -95,6 +96,8 @@ class _Memory:
                 return value.values() if isinstance(value, dict) else value
         elif isinstance(value, FunctionType | partial):
             return _named(value)
+        elif isinstance(value, LRScheduler):  # one that the module keeps and steps itself
+            return self.attributes(value)
         elif isinstance(value, type):
             return self._of_class(value) if is_users_module(value.__module__) else ()
         elif variables(value) is not None or _holds_values(value):
