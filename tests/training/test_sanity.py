@@ -295,11 +295,13 @@ NAMESPACE: Any = __builtins__
 MODULES = sys.modules
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_global_variables_that_cannot_be_written_are_left_alone() -> None:
     class Reads(Regression):
         def __init__(self) -> None:
             super().__init__()
             self.graph = GRAPH
+            self.ragged = torch.nested.nested_tensor([torch.ones(1), torch.ones(2)])
 
         def validation_step(self, batch: Any) -> Any:
             assert NAMESPACE

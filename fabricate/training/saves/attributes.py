@@ -140,7 +140,8 @@ def _named(function: FunctionType | partial[Any]) -> list[object]:
 
 def _is_plain(tensor: torch.Tensor) -> bool:
     """Whether a tensor can be compared and written: it is no sparse one, for example."""
-    return tensor.layout is torch.strided and not tensor.is_meta and not tensor.is_inference()
+    unusual = tensor.is_meta or tensor.is_nested or tensor.is_inference()
+    return tensor.layout is torch.strided and not unusual
 
 
 def _copy_back(tensor: torch.Tensor, before: torch.Tensor) -> None:
