@@ -26,6 +26,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 
 from fabricate.data.batches import Window, rows_of, rows_that_came
+from fabricate.errors import ConfigurationError
 from fabricate.metrics.loss_weight import counted
 from fabricate.metrics.reading import on_device
 from fabricate.training.state.run_state import Run
@@ -253,7 +254,10 @@ class WindowLosses:
         else:
             self.rule = rules.one_micro_batch if self._one_micro_batch else rules.window
             self._adds_up = self._averaged or self.rule.summed
-            self._expected = self._rows * self._losses.run.optim.weight_per_row.get(self.optimizer, 0.0)
+            each = self._losses.run.optim.weight_per_row.get(self.optimizer, 0.0)
+            if each and not self.rule.summed:
+                each = 1.0  # losses of another kind, before a resume, may have given a row another weight
+            self._expected = self._rows * each
 
     def add(self, output: Any, batch: Any, rows: int | None, is_last: bool) -> Weighed:
         """Take the return value of training_step for `batch`. With the last batch, all ranks begin the sums that `normalise` needs, so that
@@ -267,7 +271,10 @@ class WindowLosses:
                 self._use(self._losses.rules.get(self.optimizer))
         if self.rule is None or self._first is not None:
             self._settle(loss, given, batch, rows)
-        weight, logged_weight = self.rule.weigh(loss, given, batch, rows)
+        try:
+            weight, logged_weight = self.rule.weigh(loss, given, batch, rows)
+        except ConfigurationError as exc:
+            weight, logged_weight = self._weigh_anew(exc, loss, given, batch, rows)
         if self._first is not None:
             self._note_missing_rows(weight, rows)
             self._losses.seen(rows, noted=False)
@@ -282,6 +289,19 @@ class WindowLosses:
         if is_last and self._adds_up and self._losses.sum_beside_backward and self._first is None:
             self._sums = self._begin_sums()
         return Weighed(for_backward, loss, weight, logged_weight)
+
+    def _weigh_anew(self, exc: ConfigurationError, loss: torch.Tensor, given: Any, batch: Any, rows: int | None) -> Any:
+        """The weights of a loss of another kind than before, if the window consists of it alone: its weight does not change the update.
+        Otherwise raises `exc`."""
+        if not self._one_micro_batch:
+            raise exc
+        self._losses.run.journal.note(
+            f"{exc}. Here each update is made of one batch in one process, so the updates are right; only logged means over batches of "
+            "both kinds mix their weights"
+        )
+        rules = self._losses.rules[self.optimizer] = self._losses.new_rules(loss, given)
+        self._use(rules)
+        return self.rule.weigh(loss, given, batch, rows)
 
     def _unpacked(self, output: Any) -> tuple[Any, Any, Any]:
         loss, given, chosen = unpack(output)
