@@ -12,6 +12,9 @@ from torch.utils.checkpoint import checkpoint
 from fabricate.errors import ConfigurationError
 from fabricate.strategies.base import Strategy
 
+_SMALL = 2**16
+"""Up to this number of elements, a copy of a buffer costs less than to find out whether it changes."""
+
 
 def recompute_blocks(module: torch.nn.Module) -> Callable[[], None]:
     """Call `recompute` for the outermost repeated blocks of `module`; see `Strategy.blocks`."""
@@ -63,14 +66,13 @@ class _Again:
         """`logged`: the list to which `TrainModule.log` adds."""
         self._unit, self._forward, self._logged = unit, unit.forward, logged
         self._changing: list[str] | None = None
-        """The names of the buffers that the forward changes; None before the first call."""
+        """The names of the buffers that the forward may change: small ones, and those that the first call changed. None before it."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return self._forward(*args, **kwargs)
         held = dict(self._unit.named_buffers()) if self._changing is None else self._held(self._changing)
         before = {name: buffer.clone() for name, buffer in held.items()}
-        versions = {name: _version(buffer) for name, buffer in held.items()}
         ran = False
 
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -81,7 +83,7 @@ class _Again:
 
         output = checkpoint(run, *args, use_reentrant=False, preserve_rng_state=True, **kwargs)
         if self._changing is None:
-            self._changing = [name for name in held if self._changes(name, held[name], versions[name])]
+            self._changing = [name for name, buffer in held.items() if self._may_change(name, buffer, before[name])]
             for name in held.keys() - set(self._changing):
                 del before[name]
         return output
@@ -99,14 +101,11 @@ class _Again:
     def _held(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
         return {name: self._unit.get_buffer(name) for name in names}
 
-    def _changes(self, name: str, before: torch.Tensor, version: int | None) -> bool:
-        """Whether the first call changed a buffer. torch's batch norm writes into its running statistics without a new version."""
-        running = name.rpartition(".")[2].startswith("running_")
-        return running or self._unit.get_buffer(name) is not before or _version(before) != version
-
-
-def _version(tensor: torch.Tensor) -> int | None:
-    return None if tensor.is_inference() else tensor._version
+    def _may_change(self, name: str, buffer: torch.Tensor, before: torch.Tensor) -> bool:
+        """Whether a call may change a buffer: also later than in the first call, and through `.data`, which no version counter shows. Of a
+        large one, such as a mask, the values are compared once, which waits for the device."""
+        small = buffer.numel() <= _SMALL or buffer.layout is not torch.strided
+        return small or self._unit.get_buffer(name) is not buffer or not torch.equal(buffer, before)
 
 
 @contextlib.contextmanager

@@ -86,17 +86,22 @@ def test_a_module_without_blocks_is_refused() -> None:
 
 
 class Counting(torch.nn.Module):
-    """Buffers that a forward changes: running statistics, and one in the place of another."""
+    """Buffers that a forward changes: running statistics, one in the place of another, through `.data`, and from the second call on."""
 
     def __init__(self) -> None:
         super().__init__()
         self.norm = torch.nn.BatchNorm1d(6)
         self.register_buffer("calls", torch.zeros(()))
         self.register_buffer("fixed", torch.ones(()))
+        self.register_buffer("book", torch.zeros(2**17))
+        self.register_buffer("later", torch.zeros(()))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.calls = self.calls + 1
-        result: torch.Tensor = self.norm(x) * self.fixed * self.calls
+        self.book.data.add_(x.mean().item())
+        if self.calls > 1:
+            self.later.add_(x.mean().item())
+        result: torch.Tensor = self.norm(x) * self.fixed * self.calls + self.book[0] + self.later
         return result
 
 
