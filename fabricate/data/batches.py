@@ -143,8 +143,8 @@ def rows_that_came(batch: Any, planned: int) -> int:
     (7, 8)
     """
     if isinstance(batch, list | tuple):
-        if len(batch) == planned and (_holds_lists(batch) or (_holds_tensors(batch) and planned > 3)):
-            return planned  # up to three tensors are probably fields
+        if len(batch) == planned and (_holds_lists(batch) or _one_per_row(batch)):
+            return planned
         if _holds_lists(batch) and all(len(part) == planned for part in batch):
             return planned
     shapes = list(_shapes(batch))
@@ -152,6 +152,23 @@ def rows_that_came(batch: Any, planned: int) -> int:
         return min(_num_listed(batch) or planned, planned)
     leading = [shape[0] for shape in shapes if shape[0] == planned or shape[1:2] != (planned,)]
     return max((rows for rows in leading if rows <= planned), default=planned)
+
+
+def _one_per_row(batch: list[Any] | tuple[Any, ...]) -> bool:
+    """Whether a batch with as many parts as planned rows is a list of samples. Up to three tensors are probably fields if they are in a
+    tuple, differ in kind, have no items, or are two matrices: an input and its target."""
+    if _holds_tensors(batch) and len(batch) > 3:
+        return True
+    if not isinstance(batch, list):
+        return False
+    if _of_one_kind(batch):
+        return any(part.shape[:1] != (0,) for part in batch) and (len(batch) != 2 or batch[0].ndim != 2)
+    return all(map(_is_record, batch))
+
+
+def _of_one_kind(batch: Any) -> bool:
+    """Whether `batch` is a list of tensors of one dtype and number of dimensions."""
+    return isinstance(batch, list) and _holds_tensors(batch) and len({_kind(part) for part in batch}) == 1
 
 
 _INPUTS = frozenset({"input_ids", "attention_mask", "token_type_ids", "position_ids", "special_tokens_mask"})
@@ -179,6 +196,8 @@ def _are_images(tensor: torch.Tensor) -> bool:
 
 
 def visible_rows(batch: Any) -> int | None:
+    if _of_one_kind(batch) and len({part.shape[:1] for part in batch}) > 1:
+        return len(batch)  # samples: fields of one batch would have one length
     rows = _leading_dimension(batch)
     return _num_listed(batch) if rows is None else rows
 

@@ -363,6 +363,8 @@ class Pair:
         ([Pair(1.0, torch.zeros(3, 1))] * 2, 2),
         ([{"ids": torch.zeros(5, 9), "mask": torch.zeros(5, 9)}] * 2, 5),  # two batches: a query and an answer
         ([[{"ids": torch.zeros(5, 9)}, {"ids": torch.zeros(5, 7)}], torch.zeros(5)], 5),
+        ([torch.zeros(n, 3) for n in (9, 4)], 2),  # samples of unequal length
+        ([torch.zeros(30, 3), torch.zeros(2, 40, dtype=torch.long)], 30),  # nodes and edges
     ],
 )
 def test_rows_are_read_off_the_batch(batch: Any, rows: int) -> None:
@@ -416,3 +418,26 @@ def test_the_rows_of_a_batch_of_at_most_eight_are_counted(batch: Any, rows: int)
 def test_a_short_last_batch_of_samples_has_its_rows(rows: int) -> None:
     for sample in ((torch.zeros(4), torch.zeros(1)), (torch.zeros(3, 8, 8), 1), Point(torch.zeros(4), torch.zeros(1))):
         assert rows_that_came([sample] * rows, rows) == rows
+
+
+GREY = [torch.zeros(1, 8 + n, 8) for n in range(3)]
+
+
+@pytest.mark.parametrize(
+    ("batch", "planned", "rows"),
+    [
+        *((GREY[:rows], rows, rows) for rows in (1, 2, 3)),
+        *(([{"image": image, "mask": image} for image in GREY[:rows]], rows, rows) for rows in (1, 2, 3)),
+        ([torch.zeros(2, 30)] * 3, 3, 3),
+        ([torch.zeros(2, 5), torch.zeros(2, 1)], 2, 2),  # fields, all rows of which came
+        ([torch.zeros(5, 2, 4), torch.zeros(7, 2, 4)], 2, 2),  # fields with time first
+        ([torch.zeros(1, n) for n in (20, 21, 22)], 3, 3),
+        ([torch.zeros(1, 4), torch.zeros(1)], 2, 1),  # fields of a collate_fn that left out a row
+        ([torch.zeros(1, 4), torch.zeros(1, 3)], 2, 1),
+        ((torch.zeros(1, 4), torch.zeros(1, 4)), 2, 1),
+        ([torch.zeros(2, 40), torch.zeros(30, 3), torch.zeros(3)], 3, 3),  # the edges, nodes and labels of graphs
+        ([torch.zeros(0, 3)], 1, 0),
+    ],
+)
+def test_up_to_three_samples_in_a_list_are_told_from_fields(batch: Any, planned: int, rows: int) -> None:
+    assert rows_that_came(batch, planned) == rows
