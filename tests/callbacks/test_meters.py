@@ -11,7 +11,7 @@ import psutil
 import pytest
 import torch
 
-from fabricate import ConfigurationError, DeviceStats, Throughput, Trainer, TrainModule
+from fabricate import Callback, ConfigurationError, DeviceStats, ModelSummary, Throughput, Trainer, TrainModule
 from fabricate.callbacks.throughput import peak_of
 from fabricate.testing import run_ranks
 
@@ -107,6 +107,18 @@ def test_throughput_of_a_resumed_fit_counts_its_own_rows(tmp_path: Path) -> None
     data = torch.utils.data.TensorDataset(torch.randn(64, 8), torch.randn(64))
     trainer.fit(Net(), data, batch_size=4)
     check(trainer.rates, again.flops_per_row, 1)
+
+
+@pytest.mark.parametrize("plugin", [Throughput, ModelSummary])
+def test_flops_are_counted_of_a_loss_that_is_scaled_by_a_number(plugin: type[Callback]) -> None:
+    class Scaled(Net):
+        def training_step(self, batch: Any) -> Any:
+            return torch.nn.functional.mse_loss(self.net(batch[0]).squeeze(-1), batch[1]) * 0.5
+
+    counting = plugin()
+    rates(counting, module=Scaled)
+    counted = counting.flops_per_row if isinstance(counting, Throughput) else counting.micro_batch_flops / 4  # type: ignore[attr-defined]
+    assert counted == FLOPS_PER_ROW
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero2", "zero3"])

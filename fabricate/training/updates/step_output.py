@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from fabricate.data.batches import leading_dimensions, several_labels
 from fabricate.data.identity import names_in
@@ -90,7 +91,11 @@ class Made(NamedTuple):
     @classmethod
     def by(cls, loss: torch.Tensor, rows: int | None) -> Made:
         """Read the autograd graph of `loss`, before backward. `rows`: the number of rows of its batch, if it is known."""
-        rows = rows or None
+        with _disable_current_modes():  # torch's counter of FLOPs fails on the numbers in the graph
+            return cls._read(loss, rows or None)
+
+    @classmethod
+    def _read(cls, loss: torch.Tensor, rows: int | None) -> Made:
         divisor = odd_divisor(loss, rows) if rows else None
         over_a_part, cross_entropies = is_over_a_part(loss, rows), terms_over_labels(loss, rows)
         values, function = mean_over(loss, rows), function_of_a_mean(loss, rows)
