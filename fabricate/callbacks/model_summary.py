@@ -1,4 +1,4 @@
-"""A table of the module's layers with shapes, parameters and FLOPs, taken from the first micro-batch of a fit."""
+"""A table of the module's layers with shapes, parameters and FLOPs, taken from the first micro-batch of a fit, in every turn."""
 
 from __future__ import annotations
 
@@ -38,13 +38,14 @@ class LayerSummary:
 
 
 class ModelSummary(Callback):
-    """Prints a table of the layers on rank 0 after the first micro-batch: type, output shape, parameters, FLOPs.
+    """Prints a table of the layers on rank 0 after the first update: type, output shape, parameters, FLOPs of the first micro-batch.
 
     depth: the number of levels of submodules that the table shows; 1: the direct children of the module.
 
     FLOPs are counted by `torch.utils.flop_counter.FlopCounterMode`: matrix products, convolutions and attention, with a multiplication and
     its addition as two. Afterwards, `layers` has the rows, `micro_batch_flops` the FLOPs of this rank's first forward and backward, and
-    `step_flops` those of an update on all ranks, if all of its micro-batches are as large as the first.
+    `step_flops` those of an update on all ranks, if all of its micro-batches are as large as the first. If optimizers take turns, these are
+    sums over the turns.
 
         Trainer(plugins=[ModelSummary(depth=2)], ...)
     """
@@ -55,14 +56,16 @@ class ModelSummary(Callback):
         self.depth = depth
         self.layers: list[LayerSummary] = []
         self.micro_batch_flops = self.step_flops = 0
-        self._counter: FlopCounterMode | None = None  # set until the first micro-batch is done
-        self._watching = ExitStack()
+        self._counter: FlopCounterMode | None = None  # set until the first update is done
+        self._counted = False  # whether the first micro-batch of this turn is done
+        self._samples: int | None = None  # before the first update
+        self._watching, self._counting = ExitStack(), ExitStack()
 
     def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:
         from torch.utils.flop_counter import FlopCounterMode
 
-        self._counter = FlopCounterMode(display=False)
-        self.layers = []
+        self._counter, self._counted, self._samples = FlopCounterMode(display=False), False, None
+        self.layers, self.micro_batch_flops = [], 0
         numbers = trainer.strategy.numbers_of_weights(module)
         for name, layer in module.named_modules():
             if name and name.count(".") < self.depth:
@@ -73,18 +76,32 @@ class ModelSummary(Callback):
                 self._watching.callback(layer.register_forward_hook(after).remove)
 
     @hookimpl(wrapper=True)
-    def train_step(self) -> Generator[None, Any, Any]:
-        if self._counter is not None:
-            self._watching.enter_context(self._counter)
+    def train_step(self, trainer: Trainer) -> Generator[None, Any, Any]:
+        if self._counter is not None and not self._counted:
+            self._samples = trainer.progress.samples if self._samples is None else self._samples
+            self._counting.enter_context(self._counter)
         return (yield)
 
-    def on_accumulate(self, trainer: Trainer, num_micro_steps: int) -> None:
+    def on_accumulate(self, trainer: Trainer, num_micro_steps: int, is_last: bool) -> None:
         if self._counter is None:
             return
-        self.micro_batch_flops = self._counter.get_total_flops()
+        if not self._counted:
+            self._counting.close()
+            self.micro_batch_flops += self._counter.get_total_flops()
+        self._counted = not is_last  # the next turn counts too, if optimizers take turns
         world_size = trainer.accelerator.num_processes
         readers = world_size // trainer.strategy.ranks_per_row(world_size)
         self.step_flops = self.micro_batch_flops * num_micro_steps * readers
+
+    def on_step(self, trainer: Trainer) -> None:
+        self._print(trainer)
+
+    def on_step_skipped(self, trainer: Trainer) -> None:
+        self._print(trainer)
+
+    def _print(self, trainer: Trainer) -> None:
+        if self._counter is None or trainer.progress.samples == self._samples:  # not the last turn
+            return
         self._stop()
         if trainer.is_main:
             from rich.console import Console
@@ -96,6 +113,7 @@ class ModelSummary(Callback):
 
     def _stop(self) -> None:
         self._watching.close()
+        self._counting.close()
         self._counter = None
 
 

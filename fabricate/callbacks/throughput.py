@@ -63,7 +63,7 @@ class Throughput(Callback):
         self.peak, self.flops_per_row = peak, flops_per_row
         self._counter: FlopCounterMode | None = None
         """The counter for the first update; None after it."""
-        self._counting, self._counts = ExitStack(), False
+        self._counting, self._flops = ExitStack(), 0
         self._rows: int | None = None
         """The number of rows at the last log boundary; None before the first update."""
         self._tokens = 0.0
@@ -82,18 +82,20 @@ class Throughput(Callback):
         if self.flops_per_row is None:
             from torch.utils.flop_counter import FlopCounterMode
 
-            self._counter, self._counts = FlopCounterMode(display=False), False
+            self._counter, self._flops = FlopCounterMode(display=False), 0
 
     @hookimpl(wrapper=True)
     def train_step(self) -> Generator[None, Any, Any]:
-        if self._counter is not None and not self._counts:
-            self._counts = True
+        if self._counter is not None:
             self._counting.enter_context(self._counter)
         return (yield)
 
-    def on_accumulate(self, is_last: bool) -> None:
-        if is_last:  # before the optimizer, whose FLOPs must not count
+    def on_accumulate(self) -> None:
+        if (
+            self._counter is not None
+        ):  # each micro-batch by itself, as in ModelSummary: two counters have to be closed together
             self._counting.close()
+            self._flops += self._counter.get_total_flops()
 
     def on_step(self, trainer: Trainer) -> None:
         self._counted(trainer)
@@ -103,13 +105,13 @@ class Throughput(Callback):
 
     def _counted(self, trainer: Trainer) -> None:
         """After the first update, set `flops_per_row`: its FLOPs divided by its rows."""
-        if self._counter is None:
+        if self._counter is None or trainer.progress.samples == self._rows:  # not the last turn
             return
         assert self._rows is not None
         world_size = trainer.accelerator.num_processes
         readers = world_size // trainer.strategy.ranks_per_row(world_size)
         rows = trainer.progress.samples - self._rows
-        self.flops_per_row = self._counter.get_total_flops() * readers / rows or None
+        self.flops_per_row = self._flops * readers / rows or None
         self._counter = None
         if self.flops_per_row is None and trainer.is_main:
             print(

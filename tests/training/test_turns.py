@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 import torch
 from torch.nn.functional import softplus
+from torch.utils.flop_counter import FlopCounterMode
 
-from fabricate import Callback, ConfigurationError, Trainer, TrainModule
+from fabricate import Callback, ConfigurationError, ModelSummary, Throughput, Trainer, TrainModule
 from fabricate.testing import run_ranks
 
 ROWS = list(torch.randn(10, 3, generator=torch.Generator().manual_seed(1)))
@@ -263,3 +264,26 @@ def test_a_step_may_take_its_arguments_in_any_order() -> None:
     one, two = (fit("single", module=module) for module in modules)
     assert modules[0].calls == modules[1].calls
     assert all(np.array_equal(one.weights[name], two.weights[name]) for name in one.weights)
+
+
+@pytest.mark.parametrize("skipped", [(), ("discriminator",)])
+def test_flops_of_all_turns_are_counted(skipped: tuple[str, ...]) -> None:
+    class Skipping(GAN):
+        def loss(self, batch: torch.Tensor, optimizer: str) -> torch.Tensor:
+            bad = optimizer in skipped and self.trainer.progress.samples == 0
+            return super().loss(batch, optimizer) * (float("nan") if bad else 1.0)
+
+    by_hand, module = 0, Skipping()
+    for name, frozen in (("discriminator", module.generator), ("generator", module.discriminator)):
+        module.requires_grad_(True)
+        frozen.requires_grad_(False)
+        with FlopCounterMode(display=False) as counter:
+            GAN.loss(module, torch.stack(ROWS[:2]), name).backward()
+        by_hand += counter.get_total_flops()
+    for throughput_first in (True, False):
+        speed, summary = Throughput(), ModelSummary()
+        plugins = [speed, summary] if throughput_first else [summary, speed]
+        trainer = Trainer(max_steps=2, progress=False, gradient_accumulation_steps=2, nonfinite="skip", plugins=plugins)
+        trainer.fit(Skipping(), ROWS, batch_size=2)
+        assert (summary.micro_batch_flops, summary.step_flops) == (by_hand, by_hand * 2)
+        assert speed.flops_per_row == by_hand / 2
