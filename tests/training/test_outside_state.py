@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import copy
 import functools
+import io
 import itertools
 import types
 from collections import deque
@@ -18,6 +20,7 @@ import torch
 import torchmetrics
 
 from fabricate import Callback, FitResult, Trainer, TrainModule
+from fabricate.testing import run_ranks
 from fabricate.training.saves import unsaved
 from fabricate.training.saves.marks import Fingerprint
 
@@ -670,6 +673,50 @@ def test_the_module_itself_is_named_if_its_extra_state_is_not_saved(
 
     fit(Extra(), run_dir=tmp_path)
     assert "not in checkpoints: what get_extra_state gives of Extra. Save" in capsys.readouterr().out
+
+
+class Table(torch.nn.Module):
+    """Writes a plain tensor, and its buffer under a second name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = torch.ones(2)
+        self.register_buffer("mean", torch.ones(2))
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[prefix + "table"], destination[prefix + "again"] = self.table, self.mean
+
+
+def _add_words(module: Any, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    state[prefix + "words"] = torch.arange(5)
+
+
+class Writing(Regression):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = torch.nn.Sequential(torch.nn.Linear(2, 2), Table())
+        self.inner[0].requires_grad_(False)
+        self.inner[0].register_state_dict_post_hook(_add_words)
+
+
+def _output_of_a_fit(module: type[Regression], directory: Path, strategy: str = "single") -> str:
+    with contextlib.redirect_stdout(io.StringIO()) as output:
+        fit(module(), run_dir=directory, strategy=strategy, print_plan="full")
+    return output.getvalue()
+
+
+def test_entries_of_state_dict_that_are_no_parameters_or_buffers_are_named(tmp_path: Path) -> None:
+    class Saving(Writing):
+        def on_save(self, state: dict[str, Any]) -> None:
+            state["table"] = self.inner[1].table
+
+    note = "not in checkpoints and exports: "
+    assert f"{note}inner.0.words, inner.1.table, which" in _output_of_a_fit(Writing, tmp_path / "lost")
+    assert note not in _output_of_a_fit(Saving, tmp_path / "saved")
+    assert note not in _output_of_a_fit(Regression, tmp_path / "none")
+    sharded = run_ranks(_output_of_a_fit, 2, Writing, tmp_path / "sharded", "fsdp")
+    assert f"{note}inner.1.table, which" in sharded[0]
 
 
 def test_a_plugin_of_ones_own_distribution_is_looked_at_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

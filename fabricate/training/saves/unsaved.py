@@ -26,10 +26,10 @@ from fabricate.training.state.run_state import Run
 
 
 def unsaved_notes(run: Run) -> list[str]:
-    """Notes for the plan about random generators, and extra state of layers, that a resume would not restore."""
+    """Notes for the plan about random generators, and state that layers write themselves, that a resume would not restore."""
     if run.run_dir is None:
         return []
-    return [*_generators(run), *_extra_state(run)]
+    return [*_own_entries(run), *_generators(run), *_extra_state(run)]
 
 
 def _extra_state(run: Run) -> Iterator[str]:
@@ -41,6 +41,42 @@ def _extra_state(run: Run) -> Iterator[str]:
             f"not in checkpoints: what get_extra_state gives of {few(layers)}. Save it in on_save(self, state) and put it back in "
             "on_load(self, state)"
         )
+
+
+def _own_entries(run: Run) -> Iterator[str]:
+    """A note about what layers, or hooks of them, add to `state_dict()` that is neither a parameter nor a buffer."""
+    module = run.module
+    if overrides(module, "on_save"):
+        return
+    saved = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+    names, ids = {name for name, _ in saved}, {id(tensor) for _, tensor in saved}
+    lost = []
+    for where, child in module.named_modules():
+        entries = _written(child, run.engine.strategy.shards_parameters)
+        named = {f"{where}.{key}" if where else key: value for key, value in entries.items()}
+        lost += [name for name, value in named.items() if name not in names and id(value) not in ids]
+    if lost:
+        yield (
+            f"not in checkpoints and exports: {few(list(dict.fromkeys(lost)))}, which layers or hooks write to state_dict() themselves. "
+            "Use register_buffer for a tensor; or save the value in on_save(self, state) and put it back in on_load(self, state), and in "
+            "on_load_weights(self, state) for load_from_checkpoint"
+        )
+
+
+def _written(layer: torch.nn.Module, sharded: bool) -> dict[str, Any]:
+    """What `layer` writes to `state_dict()`, if its class or a hook determines that. Empty for parameters that are `sharded`, and for
+    bitsandbytes, whose entries belong to weights that the script quantises again."""
+    write = type(layer)._save_to_state_dict
+    hooked = bool(layer._state_dict_hooks)
+    own = write is not torch.nn.Module._save_to_state_dict and not write.__module__.startswith("bitsandbytes.")
+    entries: dict[str, Any] = {}
+    if sharded and next(layer.parameters(recurse=hooked), None) is not None:
+        return entries
+    if hooked:
+        entries = layer.state_dict(keep_vars=True)
+    elif own:
+        layer._save_to_state_dict(entries, "", True)
+    return {key: value for key, value in entries.items() if key.rpartition(".")[2] != "_extra_state"}
 
 
 def _generators(run: Run) -> list[str]:
