@@ -91,9 +91,8 @@ class Throughput(Callback):
         return (yield)
 
     def on_accumulate(self) -> None:
-        if (
-            self._counter is not None
-        ):  # each micro-batch by itself, as in ModelSummary: two counters have to be closed together
+        if self._counter is not None:
+            # each micro-batch by itself, as in ModelSummary: two counters have to be closed together
             self._counting.close()
             self._flops += self._counter.get_total_flops()
 

@@ -909,3 +909,32 @@ def test_a_mean_over_nodes_gets_one_note_although_one_batch_is_a_multiple_of_its
 def test_a_mean_over_nodes_gets_no_note_where_all_rows_have_as_many(capsys: pytest.CaptureFixture[str]) -> None:
     Trainer(max_epochs=2, progress=False).fit(Nodes(), [2] * 8, batch_size=2, shuffle=False, collate_fn=graphs)
     assert "note: the loss" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("scale", ["labels per row", "labels", "none", "constant", "ramp"])
+def test_a_cross_entropy_scaled_by_its_number_of_labels_is_noted(
+    scale: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Scaling(TrainModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.calls = torch.nn.Linear(5, 4), 0
+
+        def training_step(self, batch: Any) -> torch.Tensor:
+            x, y = batch
+            self.calls += 1
+            labels = (y != -100).sum().item()
+            factors = {"labels per row": labels / len(y), "labels": labels, "none": 1, "constant": 0.5}
+            loss = cross_entropy(self.layer(x).transpose(1, 2), y)
+            return loss * factors.get(scale, self.calls**2 / 10)
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    y = torch.arange(12)[:, None].expand(12, 6) % 4
+    y = torch.where(torch.arange(6) < torch.arange(12)[:, None] // 2 + 1, y, -100)
+    rows = torch.utils.data.TensorDataset(torch.randn(12, 6, 5, generator=GENERATOR), y)
+    trainer = Trainer(max_epochs=1, seed=0, progress=False, gradient_accumulation_steps=2)
+    trainer.fit(Scaling(), rows, batch_size=2, shuffle=False)
+    noted = capsys.readouterr().err.count("the loss is a cross-entropy scaled by a number that changes")
+    assert noted == scale.startswith("labels")

@@ -32,6 +32,7 @@ from fabricate.metrics.reading import on_device
 from fabricate.training.state.run_state import Run
 from fabricate.training.updates.step_output import (
     Made,
+    Scale,
     changed_weight,
     check_logged,
     check_loss,
@@ -39,6 +40,7 @@ from fabricate.training.updates.step_output import (
     check_window,
     note_accumulation,
     note_rows,
+    note_scale,
     unpack,
 )
 from fabricate.training.updates.stepping import choose
@@ -188,6 +190,8 @@ class Losses:
         """How many more micro-batches are inspected, whatever their number of rows."""
         self._rows_seen: set[int | None] = {0, None}
         """The row counts of the micro-batches whose loss was inspected."""
+        self._scales: list[Scale] = []
+        """Those of the first micro-batches, for cross-entropies that are weighted by their labels."""
         self._noted = False
         """Whether a note says that the losses seem to be no means over rows; one is enough."""
         # If backward gathers parameters, its first gather would wait for this sum, and the sum for the slowest
@@ -201,6 +205,12 @@ class Losses:
         if rows and not self._noted and (self._looks or is_new):
             self._looks = max(0, self._looks - 1)
             self.seen(rows, note_rows(self.run, Made.by(loss, rows_that_came(batch, rows))))
+
+    def look_at_scale(self, loss: torch.Tensor, labels: Any, rows: int | None) -> None:
+        """Inspect the scale of a cross-entropy that is weighted by its labels, if its micro-batch is one of the first."""
+        if rows and not self._noted and len(self._scales) < _MOST_LOOKS:
+            self._scales.append(Scale.of(loss, labels, rows))
+            self._noted = note_scale(self.run, self._scales[0], self._scales[-1])
 
     def seen(self, rows: int | None, noted: bool) -> None:
         """Record that the loss of a micro-batch of `rows` rows was inspected, and whether there is a note about it."""
@@ -275,6 +285,8 @@ class WindowLosses:
             weight, logged_weight = self.rule.weigh(loss, given, batch, rows)
         except ConfigurationError as exc:
             weight, logged_weight = self._weigh_anew(exc, loss, given, batch, rows)
+        if self.rule.source == "counted":
+            self._losses.look_at_scale(loss, weight, rows)
         if self._first is not None:
             self._note_missing_rows(weight, rows)
             self._losses.seen(rows, noted=False)

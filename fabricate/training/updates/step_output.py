@@ -133,6 +133,42 @@ class Made(NamedTuple):
         )
 
 
+class Scale(NamedTuple):
+    """By what a plain cross-entropy is divided, and over what it is a mean."""
+
+    divisor: float
+    labels: torch.Tensor
+    rows: int
+
+    @classmethod
+    def of(cls, loss: torch.Tensor, labels: torch.Tensor, rows: int) -> Scale:
+        with _disable_current_modes():  # as in `Made.by`
+            return cls(math.prod(divisors(loss)), labels, rows)
+
+    def undone(self) -> float:
+        """By what the sum over the labels is divided. Waits for the device."""
+        return float(self.labels) * self.divisor
+
+
+def note_scale(run: Run, first: Scale, now: Scale) -> bool:
+    """Note a cross-entropy that two batches multiply by their numbers of labels, because it is then no mean over labels any more; returns
+    whether it is one. Waits for the device if their scales differ."""
+    if now.divisor == first.divisor:
+        return False
+    by_rows = all(math.isclose(each.undone(), each.rows, rel_tol=_SAME_SCALE) for each in (first, now))
+    if not by_rows and not math.isclose(first.undone(), now.undone(), rel_tol=_SAME_SCALE):
+        return False
+    run.journal.note(
+        "the loss is a cross-entropy scaled by a number that changes from batch to batch with the number of its labels, and is weighted by "
+        "these labels too, so they count twice. Return {'loss': loss, 'weight': the number of rows} from training_step if the sum over the "
+        "labels is divided by the rows, or else the cross-entropy itself"
+    )
+    return True
+
+
+_SAME_SCALE = 1e-4
+
+
 def check_loss(run: Run, loss: Any) -> None:
     where = f"{type(run.module).__name__}.training_step returned"
     if loss is None:
