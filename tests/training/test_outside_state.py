@@ -632,6 +632,56 @@ def test_samplers_optimizers_and_plugins_are_looked_at_and_what_changes_late_is_
     assert second.startswith("note: Late.stage changed")
 
 
+class Blockwise(torch.optim.SGD):
+    """As the optimizers of bitsandbytes: the first step after a load prepares what it needs."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=1e-3)
+        self.initialized = False
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.initialized = True
+        super().step()
+
+
+class Extended(Blockwise):
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters)
+        self.steps = 0
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.steps += 1
+        super().step()
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "library", "named"),
+    [
+        (Blockwise, "bitsandbytes.optim.optimizer", []),
+        (Extended, "bitsandbytes.optim.optimizer", ["Extended.steps"]),
+        (Blockwise, "my_script", ["Blockwise.initialized"]),
+    ],
+)
+def test_bookkeeping_of_bitsandbytes_optimizers_is_not_named(
+    optimizer: Any,
+    library: str,
+    named: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    class Net(Regression):
+        def configure_optimizers(self) -> Any:
+            return optimizer(self.parameters())
+
+    monkeypatch.setattr(Blockwise, "__module__", library)
+    Trainer(max_steps=2, progress=False, print_plan="none", run_dir=tmp_path).fit(Net(), ROWS, batch_size=2)
+    notes = " ".join(line for line in capsys.readouterr().err.splitlines() if "changed since the fit began" in line)
+    assert [
+        name for name in ("Blockwise.initialized", "Extended.initialized", "Extended.steps") if name in notes
+    ] == named
+
+
 def test_what_a_data_set_holds_and_a_plugin_saves_is_not_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

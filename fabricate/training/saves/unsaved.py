@@ -211,11 +211,12 @@ def _of_optimizers(optimizers: list[Optimizer]) -> Iterator[tuple[str, Any]]:
     """What no checkpoint holds of optimizers: their attributes, state under a name and not a parameter, and the state that the optimizers
     inside them keep for themselves."""
     # attributes that every optimizer has, and the one that a torch schedule sets; checkpoints hold their state
-    common = {*vars(torch.optim.SGD([torch.zeros(1)])), "_opt_called"}
+    every = {*vars(torch.optim.SGD([torch.zeros(1)])), "_opt_called"}
     for optimizer in optimizers:
         label = type(optimizer).__name__
         inside = [pair for pair in inner_optimizers(optimizer, label) if pair[1] not in optimizers]
         for where, each in ((label, optimizer), *inside):
+            common = every | _OF_BITSANDBYTES if _is_bitsandbytes(each) else every
             for name, value in _attributes(where, each):
                 if name.rpartition(".")[2] not in common and not isinstance(value, Optimizer):
                     yield name, value
@@ -225,6 +226,15 @@ def _of_optimizers(optimizers: list[Optimizer]) -> Iterator[tuple[str, Any]]:
         for where, each in inside:
             if each.state is not optimizer.state:
                 yield f"{where}.state", {parameter: kept for parameter, kept in each.state.items() if kept}
+
+
+_OF_BITSANDBYTES = frozenset({"initialized", "mng", "page_mng"})
+"""Attributes of bitsandbytes' optimizers that need no saving: a step sets the first again, the others belong to the process."""
+
+
+def _is_bitsandbytes(optimizer: Optimizer) -> bool:
+    """Whether the class of `optimizer`, or one that it extends, is of bitsandbytes. Decided by name, without an import."""
+    return any(base.__module__.partition(".")[0] == "bitsandbytes" for base in type(optimizer).__mro__)
 
 
 def _made_by_fsdp(kind: type) -> bool:
