@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 from collections.abc import Generator, Iterator, Mapping, Sequence
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 PART_BYTES = 2**26
 """Bytes of predictions that a rank collects before it writes them."""
 _COMPLETE = "complete.json"
+_MOST_OPEN = 64
+"""The files that `read` keeps open, beside one for each rank."""
 
 
 class PredictionWriter(Callback):
@@ -183,17 +186,29 @@ def _row(tree: Any, row: int, tensors: Mapping[str, torch.Tensor]) -> Any:
     return tuple(_row(inner, row, tensors) for inner in value)
 
 
+class _File:
+    """An open file, with the names of the tensors of each of its batches."""
+
+    def __init__(self, path: Path) -> None:
+        from safetensors import safe_open
+
+        self._file: Any = safe_open(path, framework="pt")
+        self._names: dict[int, list[str]] = {}
+        for name in self._file.keys():  # type: ignore[no-untyped-call]  # noqa: SIM118
+            self._names.setdefault(int(name.partition(".")[0]), []).append(name)
+
+    def batch(self, number: int) -> dict[str, torch.Tensor]:
+        """The tensors of batch `number`."""
+        return {name: self._file.get_tensor(name) for name in self._names[number]}
+
+
 class _Batch:
     """The batch of a rank that is in memory: the one that was read last."""
 
-    def __init__(self, path: Path, number: int) -> None:
-        from safetensors import safe_open
-
-        self.place = path, number
-        with safe_open(path, framework="pt") as file:
-            names = [name for name in list(file.keys()) if name.startswith(f"{number}.")]
-            self._tensors = {name: file.get_tensor(name) for name in names}
-        self._tree = json.loads(self._tensors[f"{number}.tree"].numpy().tobytes())
+    def __init__(self, place: tuple[Path, int], tensors: dict[str, torch.Tensor]) -> None:
+        self.place = place
+        self._tensors = tensors
+        self._tree = json.loads(tensors[f"{place[1]}.tree"].numpy().tobytes())
 
     def row(self, row: int) -> Any:
         """The prediction for row `row` of this batch."""
@@ -210,7 +225,8 @@ def _read(folder: Path) -> Iterator[Any]:
         )
     places: list[tuple[int, Path, int]] = []
     rows, of_place, in_batch = [], [], []
-    for rank, own in enumerate(sorted(folder.glob("rank-*"))):
+    of_rank = sorted(folder.glob("rank-*"))
+    for rank, own in enumerate(of_rank):
         for path, number, indices in _batches(own):
             rows.append(indices)
             of_place.append(numpy.full(len(indices), len(places), dtype=numpy.int32))
@@ -219,10 +235,11 @@ def _read(folder: Path) -> Iterator[Any]:
     order = numpy.argsort(numpy.concatenate(rows), kind="stable")
     where, inside = numpy.concatenate(of_place), numpy.concatenate(in_batch)
     open_batches: dict[int, _Batch] = {}
+    opened = functools.lru_cache(_MOST_OPEN + len(of_rank))(_File)  # at least one for each rank
     for each in order:
         rank, path, number = places[where[each]]
         if rank not in open_batches or open_batches[rank].place != (path, number):
-            open_batches[rank] = _Batch(path, number)
+            open_batches[rank] = _Batch((path, number), opened(path).batch(number))
         yield open_batches[rank].row(int(inside[each]))
 
 

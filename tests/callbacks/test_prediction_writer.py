@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors
 import torch
 
 from fabricate import ConfigurationError, PredictionWriter, Trainer, TrainModule
@@ -91,6 +92,19 @@ def test_predictions_are_written_in_parts_and_read_in_the_order_of_the_data(tmp_
     assert returned == []
     assert same
     assert parts > 1
+
+
+@pytest.mark.parametrize("shuffle", [False, True], ids=["in order", "shuffled"])
+def test_reading_opens_each_file_once_for_its_rows_and_once_for_its_batches(
+    tmp_path: Path, shuffle: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[Path] = []
+    really = safetensors.safe_open
+    monkeypatch.setattr(safetensors, "safe_open", lambda path, **how: opened.append(path) or really(path, **how))
+    _, parts, same = compare(tmp_path / "predictions", shuffle=shuffle)
+    assert same
+    assert parts > 1
+    assert len(opened) == 2 * parts
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero3"])
