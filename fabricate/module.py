@@ -405,11 +405,14 @@ class TrainModule(torch.nn.Module, Listener):
 
 
 def attach(module: TrainModule, trainer: RunningTrainer | None) -> None:
-    """Let `module`, and each TrainModule inside it, log and read `trainer` while it runs them. None: it has ended."""
+    """Let `module`, and each TrainModule inside it, log and read `trainer` while it runs them. None: it has ended. Parts without a mode,
+    as torch.jit.freeze leaves them, get eval mode."""
     for part in module.modules():
         if isinstance(part, TrainModule):
             object.__setattr__(part, "_trainer", trainer)
             object.__setattr__(part, "_outer", None if trainer is None or part is module else module)
+        elif not hasattr(part, "training"):
+            part.eval()
 
 
 @contextlib.contextmanager

@@ -62,6 +62,7 @@ class ModelSummary(Callback):
         self._watching, self._counting = ExitStack(), ExitStack()
 
     def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:
+        import torch
         from torch.utils.flop_counter import FlopCounterMode
 
         self._counter, self._counted, self._samples = FlopCounterMode(display=False), False, None
@@ -71,6 +72,8 @@ class ModelSummary(Callback):
             if name and name.count(".") < self.depth:
                 row = _describe(name, layer, numbers)
                 self.layers.append(row)
+                if isinstance(layer, torch.jit.ScriptModule):  # takes no hooks
+                    continue
                 before, after = _watchers(row, self._counter)
                 self._watching.callback(layer.register_forward_pre_hook(before).remove)
                 self._watching.callback(layer.register_forward_hook(after).remove)

@@ -39,7 +39,7 @@ from fabricate.strategies.base import Strategy
 from fabricate.strategies.offloaded import refuse_offloaded
 from fabricate.strategies.quantised import kept_unpacked, refuse_quantised
 from fabricate.strategies.recomputing import recompute_blocks
-from fabricate.strategies.sharding import is_sharded
+from fabricate.strategies.sharding import is_sharded, refuse_scripted
 
 T = TypeVar("T")
 
@@ -333,6 +333,8 @@ class Engine(Group):
         self.notes.extend(set_modes(module) if "train" in steps else [])
         refuse_quantised(module, self.strategy.name, self.strategy.quantised)
         refuse_offloaded(module, self.strategy)
+        if self.strategy.shards_parameters:
+            refuse_scripted(module, self.strategy.name)
         self._module = module
         self._compiled.callback(kept_unpacked(module))
         move_torchmetrics(module, self.device)

@@ -89,10 +89,10 @@ def _blocks(module: torch.nn.Module) -> list[torch.nn.Module]:
 
 
 def _layers(module: torch.nn.Module) -> list[torch.nn.Module]:
-    """The outermost children with parameters that can be called."""
+    """The outermost children with parameters that can be called, without modules of torch.jit."""
     layers: list[torch.nn.Module] = []
     for child in module.children():
-        if next(child.parameters(), None) is None:
+        if next(child.parameters(), None) is None or isinstance(child, torch.jit.ScriptModule):
             continue
         callable_ = getattr(type(child), "forward", None) is not torch.nn.Module.forward
         layers += [child] if callable_ and not isinstance(child, torch.nn.ModuleDict) else _layers(child)

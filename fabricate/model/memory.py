@@ -111,12 +111,17 @@ def outline(module: TrainModule) -> TrainModule:
 def _shadow(part: torch.nn.Module, copies: dict[int, Any]) -> Any:
     if id(part) in copies:
         return copies[id(part)]
-    copied = copies[id(part)] = object.__new__(type(part))  # without its constructor
-    copied.__dict__.update((k, copy.copy(v) if type(v) in (list, dict, set) else v) for k, v in part.__dict__.items())
+    if isinstance(part, torch.jit.ScriptModule):  # its tensors are in C++, where no other ones can be set
+        copied = torch.nn.Module()
+    else:
+        copied = object.__new__(type(part))  # without its constructor
+        held = part.__dict__.items()
+        copied.__dict__.update((k, copy.copy(v) if type(v) in (list, dict, set) else v) for k, v in held)
+    copies[id(part)] = copied
     for table in ("_parameters", "_buffers"):
         tensors = {
             key: None if tensor is None else copies.setdefault(id(tensor), _meta(tensor))
-            for key, tensor in part.__dict__[table].items()
+            for key, tensor in getattr(part, table).items()
         }
         copied.__dict__[table] = tensors
     copied.__dict__["_modules"] = {

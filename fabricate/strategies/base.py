@@ -322,7 +322,7 @@ class Strategy(Listener):
     @staticmethod
     def blocks(module: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:
         """The repeated blocks of `module`, with their names. If it contains transformers models, the blocks that these declare; else
-        the children of every `ModuleList` that have parameters. A block may contain other blocks."""
+        the children of every `ModuleList` that have parameters, except modules of torch.jit. A block may contain other blocks."""
         import torch
 
         named = {n for m in module.modules() for n in getattr(m, "_no_split_modules", None) or ()}
@@ -333,7 +333,8 @@ class Strategy(Listener):
             for m in module.modules()
             if isinstance(m, torch.nn.ModuleList)
             for child in m
-            if next(child.parameters(), None) is not None and not isinstance(child, torch.nn.ModuleList)
+            if next(child.parameters(), None) is not None
+            and not isinstance(child, torch.nn.ModuleList | torch.jit.ScriptModule)
         }
         return [(n, m) for n, m in module.named_modules() if id(m) in listed]
 

@@ -53,7 +53,7 @@ def quantised_weights(module: torch.nn.Module) -> dict[str, Quantised]:
 
 def _quantised(layer: Any, weight: torch.nn.Parameter) -> Quantised | None:
     library: Any = sys.modules.get("bitsandbytes.nn")
-    own = library is not None and weight is layer._parameters.get("weight")
+    own = library is not None and weight is dict(layer._parameters.items()).get("weight")
     if own and isinstance(layer, library.Linear4bit | library.Embedding4bit):
         state = getattr(weight, "quant_state", None) or layer.quant_state
         if state is None:  # not quantised yet

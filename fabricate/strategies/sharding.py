@@ -12,6 +12,8 @@ import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, TypeGuard
 
+from fabricate.errors import ConfigurationError
+
 if TYPE_CHECKING:
     import torch
     from torch.distributed.tensor import DTensor
@@ -197,6 +199,19 @@ def is_sharded(value: object) -> TypeGuard[DTensor]:
     exists."""
     tensor = sys.modules.get("torch.distributed.tensor")
     return tensor is not None and isinstance(value, tensor.DTensor)
+
+
+def refuse_scripted(module: torch.nn.Module, strategy: str) -> None:
+    """Raise `ConfigurationError` for modules of torch.jit with tensors, which a strategy that shards parameters cannot replace."""
+    import torch
+
+    scripted = [(name, child) for name, child in module.named_modules() if isinstance(child, torch.jit.ScriptModule)]
+    for name, child in scripted:
+        if next(itertools.chain(child.parameters(), child.buffers()), None) is not None:
+            raise ConfigurationError(
+                f"strategy={strategy!r} cannot replace the weights of {name}, a module of torch.jit (scripted or traced). Use the original "
+                "module, or strategy='ddp' or 'single'"
+            )
 
 
 def broadcast(tensor: torch.Tensor) -> None:

@@ -20,11 +20,12 @@ from fabricate.training.written import Written
 
 
 class Activations:
-    """Records the dtypes of the outputs of a module's layers until it is closed. Layers inside a compiled module are not watched."""
+    """Records the dtypes of the outputs of a module's layers until it is closed. Layers inside a compiled module are not watched, and
+    modules of torch.jit, which take no hooks, neither."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         self._found: dict[str, set[str]] = {}
-        self.whole = not any(_is_compiled(layer) for layer in module.modules())
+        self.whole = not any(_is_compiled(layer) or _is_scripted(layer) for layer in module.modules())
         """Whether every layer is watched."""
         self._hooks = [layer.register_forward_hook(self._heard) for layer in _layers(module)]
 
@@ -45,6 +46,8 @@ class Activations:
 
 def _layers(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
     """The innermost submodules, and the compiled modules that can be watched from outside."""
+    if _is_scripted(module):
+        return
     if _is_compiled(module):  # hooks inside would be traced, and their removal would cause another compilation
         if "forward" in vars(module):
             yield module
@@ -54,6 +57,10 @@ def _layers(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
         yield from _layers(child)
     if not children:
         yield module
+
+
+def _is_scripted(module: torch.nn.Module) -> bool:
+    return isinstance(module, torch.jit.ScriptModule)
 
 
 def _is_compiled(module: torch.nn.Module) -> bool:
