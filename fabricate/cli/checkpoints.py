@@ -246,10 +246,9 @@ def print_differences(differences: Sequence[Difference]) -> None:
     "--format",
     "kind",
     metavar="NAME",
-    default="safetensors",
     help="safetensors (default), transformers, torch, accelerate or deepspeed.",
 )
-def export(checkpoint: Path, out: Path, kind: str) -> None:
+def export(checkpoint: Path, out: Path, kind: str | None) -> None:
     """Write the weights of CKPT as the new file or folder OUT, in a format that other tools read. Every byte is verified.
 
     \b

@@ -119,6 +119,17 @@ def test_a_torch_file_is_a_state_dict_that_loads_without_running_code(run: Any, 
     assert sorted(os.listdir(tmp_path)) == ["model.pt"]
 
 
+@pytest.mark.parametrize("name", ["out.pt", "out.pth", "out.bin"])
+def test_the_ending_of_a_torch_file_needs_the_format(run: Any, name: str, tmp_path: Path) -> None:
+    shown = invoke("export", run[0], tmp_path / name)
+    assert shown.exit_code == 2
+    assert "is the ending of torch's format" in shown.stderr
+    assert "Pass --format torch, which is a pickle, or call it out.safetensors" in " ".join(shown.stderr.split())
+    assert os.listdir(tmp_path) == []
+    assert invoke("export", run[0], tmp_path / name, "--format", "safetensors").exit_code == 0
+    assert same(load_file(tmp_path / name), load_file(run[0] / "model/model.safetensors"))
+
+
 class Storyteller(TrainModule):
     def configure_model(self) -> None:
         from transformers import GPT2Config, GPT2LMHeadModel

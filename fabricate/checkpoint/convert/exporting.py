@@ -24,14 +24,21 @@ __all__ = ["FORMATS", "export", "new_path"]
 _PICKLE = "this format is a pickle, which can run code when it is opened: open it only where its source is trusted"
 
 
-def export(checkpoint: Path, out: Path, kind: str) -> list[str]:
+def export(checkpoint: Path, out: Path, kind: str | None) -> list[str]:
     """Write a checkpoint (or the newest of a run directory) as the new file or folder `out`; returns remarks for the user.
 
-    kind: one of `FORMATS`. `out` appears in one step, when everything in it is written and flushed to disk.
+    kind: one of `FORMATS`; None: safetensors, unless the name of `out` ends as files of torch do. `out` appears in one
+    step, when everything in it is written and flushed to disk.
 
-    Raises ConfigurationError if the format is unknown or cannot hold this checkpoint, and CheckpointError if the checkpoint is damaged, or
-    if `out` exists or cannot be written.
+    Raises ConfigurationError if the format is unknown, does not fit `out` or cannot hold this checkpoint, and CheckpointError if the
+    checkpoint is damaged, or if `out` exists or cannot be written.
     """
+    if kind is None and out.suffix in _OF_TORCH:  # readers would take it for pickle, which is only written on request
+        raise ConfigurationError(
+            f"{str(out)!r}: {out.suffix} is the ending of torch's format, but without --format the file is safetensors. Pass --format "
+            f"torch, which is a pickle, or call it {out.with_suffix('.safetensors').name}"
+        )
+    kind = kind or "safetensors"
     if kind not in FORMATS:
         raise ConfigurationError(f"--format {kind!r}{did_you_mean(kind, FORMATS)}; known: {', '.join(FORMATS)}")
     with new_path(out, _SINGLE.get(kind)) as staging, Reader(find(checkpoint)) as reader:
@@ -131,6 +138,7 @@ def _deepspeed(source: ExportSource, folder: Path) -> list[str]:
 
 _SINGLE = {"safetensors": "model.safetensors", "torch": "model.pt"}
 """The file name of each format that consists of one file."""
+_OF_TORCH = (".pt", ".pth", ".bin")
 FORMATS: dict[str, Callable[[ExportSource, Path], list[str]]] = {
     "safetensors": _safetensors,
     "transformers": _transformers,
