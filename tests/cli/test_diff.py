@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from click.testing import CliRunner, Result
 
 from fabricate.cli.main import main
@@ -85,6 +86,20 @@ def test_a_log_that_ends_earlier_is_a_difference(runs: tuple[Path, Path], tmp_pa
     shorter = diff(runs[0], copy)
     assert shorter.exit_code == 1
     assert "length of the log" in shorter.stdout
+
+
+def test_means_over_other_steps_are_not_compared(runs: tuple[Path, Path], tmp_path: Path) -> None:
+    for name, log_every in (("often", 1), ("rarely", 2)):
+        torch.manual_seed(0)
+        record(tmp_path / name, fails=False, log_every=log_every)
+    by_topic = differences(tmp_path / "often", tmp_path / "rarely")
+    assert by_topic.keys() == {"plan", "configuration", "metrics"}
+    (different,) = by_topic["metrics"].values()
+    assert different["name"] == "not compared, because they are means over other steps"
+    assert (different["first"], different["second"]) == ("steps 2 to 2", "steps 1 to 2")
+    (different, other) = differences(runs[1], tmp_path / "rarely")["metrics"].values()
+    assert "(epoch)" in other["name"]
+    assert "weights" in str(differences(runs[1], tmp_path / "rarely")["checkpoints"])
 
 
 def test_runs_without_a_common_checkpoint_say_so(runs: tuple[Path, Path], tmp_path: Path) -> None:

@@ -81,7 +81,9 @@ def rows_of(number: int = 18) -> TensorDataset:
     return TensorDataset(torch.randn(number, 4, generator=torch.Generator().manual_seed(1)), torch.arange(number))
 
 
-def record(run_dir: Path, *, seed: int = 1, learning_rate: float = 0.01, fails: bool = True) -> list[list[int]]:
+def record(
+    run_dir: Path, *, seed: int = 1, learning_rate: float = 0.01, fails: bool = True, log_every: int = 1
+) -> list[list[int]]:
     """Write a run of `STEPS` updates to `run_dir`. Returns the rows of every micro-batch, those before the failure first."""
     data, batches = rows_of(), []
     for again in range(1 + fails):
@@ -95,7 +97,7 @@ def record(run_dir: Path, *, seed: int = 1, learning_rate: float = 0.01, fails: 
             save_every=SAVED,
             keep="all",
             validate_every=SAVED,
-            log_every=1,
+            log_every=log_every,
             progress=False,
             plugins=[Fails()] if fails and not again else [],
         )

@@ -8,9 +8,12 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fabricate.cli.recorded.files import Checkpoint, RunFiles
+
+if TYPE_CHECKING:
+    from fabricate.checkpoint.format.comparing import Difference
 
 __all__ = ["Different", "differences"]
 
@@ -91,16 +94,31 @@ def _configuration(run: RunFiles) -> dict[str, Any]:
 
 def _metrics(first: RunFiles, second: RunFiles) -> Iterator[Different]:
     """The first metric that differs, in the logging order of the first run. If none differs: the lengths of the logs, if these differ."""
-    ours, others = _by_place(first), _by_place(second)
-    for place in [place for place in ours if place in others]:
+    ours, others, apart = _by_place(first), _by_place(second), _means_apart(first, second)
+    if apart:
+        since = (f"steps {_begins(run)[apart[0]] + 1} to {apart[0]}" for run in (first, second))
+        yield Different("metrics", "not compared, because they are means over other steps", *since)
+    for place in [place for place in ours if place in others and (place[1] != "train" or place[0] not in apart)]:
         for different in _apart("metrics", ours[place], others[place]):
             yield different._replace(name=f"{different.name} at step {place[0]} ({place[1]})")
             return
-    if ours.keys() != others.keys():
+    if ours.keys() != others.keys() and not apart:
         ends = (
             f"{run.lines[-1]['step'] if run.lines else 0:,} steps, {len(run.lines):,} lines" for run in (first, second)
         )
         yield Different("metrics", "length of the log", *ends)
+
+
+def _begins(run: RunFiles) -> dict[int, int]:
+    """By step at which training metrics were logged: the step at which they were logged before, or 0. A metric is a mean since then."""
+    steps = sorted({line["step"] for line in run.train()})
+    return dict(zip(steps, [0, *steps], strict=False))
+
+
+def _means_apart(first: RunFiles, second: RunFiles) -> list[int]:
+    """The steps at which both runs logged training metrics, but as means over other steps."""
+    ours, others = _begins(first), _begins(second)
+    return [step for step in ours if step in others and ours[step] != others[step]]
 
 
 def _by_place(run: RunFiles) -> dict[tuple[int, str], dict[str, Any]]:
@@ -111,16 +129,24 @@ def _by_place(run: RunFiles) -> dict[tuple[int, str], dict[str, Any]]:
     return places
 
 
-def _checkpoints(first: RunFiles, second: RunFiles) -> Iterator[Different]:
-    """The first difference (tensors before values) in the first pair of checkpoints of the same step that differ."""
+def _compared(first: Path, second: Path, *, means: bool) -> list[Difference]:
+    """The differences of two checkpoints. means: with the values of the last log line, and of those measured since then."""
     from fabricate.checkpoint.format.comparing import compare
     from fabricate.checkpoint.format.directory import Reader
 
+    with Reader(first) as a, Reader(second) as b:
+        every = compare(a, b)
+    return [each for each in every if means or not (each.name.startswith("latest") or "metrics.since" in each.name)]
+
+
+def _checkpoints(first: RunFiles, second: RunFiles) -> Iterator[Different]:
+    """The first difference (tensors before values) in the first pair of checkpoints of the same step that differ. What was measured since a
+    log line does not count if these lines are at other steps."""
+    apart = bool(_means_apart(first, second))
     by_step: dict[int, Path] = {each.step: each.path for each in second.checkpoints}
     shared: list[Checkpoint] = [each for each in first.checkpoints if each.step in by_step]
     for each in shared:
-        with Reader(each.path) as a, Reader(by_step[each.step]) as b:
-            comparison = compare(a, b)
+        comparison = _compared(each.path, by_step[each.step], means=not apart)
         tensors = [difference for difference in comparison if difference.elements is not None]
         for difference in [*tensors, *comparison][:1]:
             name = f"{difference.name} at step {each.step} ({difference.component})"
