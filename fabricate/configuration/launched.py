@@ -31,7 +31,8 @@ class Launched(NamedTuple):
 
 
 def read_setting(text: str) -> tuple[str, Any]:
-    """Split NAME=VALUE into the name and the value. The value is written as in YAML: a number, true, null, {last: 2, best: 1}, or text.
+    """Split NAME=VALUE into the name and the value. The value is written as in YAML: a number, true, null, {last: 2, best: 1}, or text; or
+    None, for null.
 
     read_setting("save_every=1 epoch") == ("save_every", "1 epoch")"""
     import yaml  # type: ignore[import-untyped]
@@ -46,11 +47,14 @@ def read_setting(text: str) -> tuple[str, Any]:
             f"--set {text!r}: the value is not valid YAML ({exc}). Quote it as YAML requires"
         ) from None
     name = name.strip().replace("-", "_")
+    if written.strip() in ("None", "none") and name not in _NONE_IS_TEXT:
+        return name, None
     return name, written if name in NAMES and isinstance(value, bool) else _number(value, written.strip())
 
 
 NAMES = {"strategy": "FABRICATE_STRATEGY", "precision": "FABRICATE_PRECISION"}
 """Arguments whose values are names (YAML reads precision=no as false), and the environment variables that pass them to the ranks."""
+_NONE_IS_TEXT = (*NAMES, "print_plan")
 _FLOAT = re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+")
 """Numbers that YAML reads as text."""
 _DIGITS = re.compile(r"[-+]?[0-9][0-9_]*")
