@@ -29,8 +29,8 @@ class PredictionWriter(Callback):
 
     folder: new or empty; every rank writes its own files there, on a file system that all ranks see. `Trainer.predict` returns an empty
     list on rank 0; `PredictionWriter.read(folder)` yields what it would have returned, one prediction per sample in the order of the data.
-    The files are safetensors; `predict_step` returns a tensor whose leading dimension is the rows, a list with one JSON value per row, or a
-    mapping or tuple of these.
+    The files are safetensors; `predict_step` returns a tensor or an array whose leading dimension is the rows, a list with a value for each
+    row (JSON, a tensor or an array, or a mapping of these), or a mapping or tuple of these.
 
         Trainer(plugins=[PredictionWriter("predictions")]).predict(module, data, batch_size=64)
         for prediction in PredictionWriter.read("predictions"): ...
@@ -123,19 +123,20 @@ class PredictionWriter(Callback):
 
 def _tree(output: Any, rows: int, name: str, tensors: dict[str, torch.Tensor]) -> Any:
     """The `output` for a batch, as JSON. Tensors are added to `tensors`, and the JSON contains their names."""
+    import numpy
     import torch
 
-    if isinstance(output, torch.Tensor | list):
-        lengths = tuple(output.shape[:1]) if isinstance(output, torch.Tensor) else (len(output),)
+    if isinstance(output, torch.Tensor | numpy.ndarray | list):
+        lengths = (len(output),) if isinstance(output, list) else tuple(output.shape[:1])
         if lengths != (rows,):
             raise ConfigurationError(
                 f"predict_step returned {_size(output)} for a batch of {rows} rows. Return one prediction per row: "
                 "the length of a list, or the first dimension of a tensor, has to be the number of rows"
             )
-    if isinstance(output, torch.Tensor):
-        name = f"{name}.{len(tensors)}"
-        tensors[name] = output.detach().to("cpu", copy=True).contiguous()
-        return {"tensor": name}
+    if isinstance(output, torch.Tensor | numpy.ndarray):
+        return _stored(output, name, tensors)
+    if isinstance(output, list) and any(map(_holds_numbers, output)):
+        return {"rows": [_value(value, name, tensors) for value in output]}
     if isinstance(output, list):
         return {"list": [_json(value) for value in output]}
     if isinstance(output, Mapping):
@@ -143,8 +144,45 @@ def _tree(output: Any, rows: int, name: str, tensors: dict[str, torch.Tensor]) -
     if isinstance(output, tuple) and output:
         return {"tuple": [_tree(value, rows, name, tensors) for value in output]}
     raise ConfigurationError(
-        f"predict_step returned {type(output).__name__}. Return a tensor, a list, or a mapping or tuple of tensors and lists"
+        f"predict_step returned {type(output).__name__}. Return a tensor, an array, a list, or a mapping or tuple of these"
     )
+
+
+def _stored(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> dict[str, str]:
+    """A tensor, an array or a number of NumPy, added to `tensors`."""
+    import numpy
+    import torch
+
+    name = f"{name}.{len(tensors)}"
+    if isinstance(value, torch.Tensor):
+        tensors[name] = value.detach().to("cpu", copy=True).contiguous()
+        return {"tensor": name}
+    try:
+        tensors[name] = torch.from_numpy(numpy.array(value, order="C"))
+    except (TypeError, ValueError) as exc:
+        raise ConfigurationError(
+            f"PredictionWriter: predict_step returned an array that cannot be stored ({exc}). Return numbers, or a list"
+        ) from None
+    return {"array": name}
+
+
+def _holds_numbers(value: Any) -> bool:
+    """Whether the prediction of a row is a tensor, an array or a number of NumPy that is no value of Python too, or a mapping with one."""
+    import numpy
+    import torch
+
+    if isinstance(value, Mapping):
+        return any(map(_holds_numbers, value.values()))
+    return isinstance(value, torch.Tensor | numpy.ndarray | numpy.generic) and not isinstance(value, float | str)
+
+
+def _value(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:
+    """The prediction of one row, as JSON. Its tensors and arrays are added to `tensors`."""
+    if not _holds_numbers(value):
+        return {"json": _json(value)}
+    if isinstance(value, Mapping):
+        return {"mapping": [[_json(key), _value(inner, name, tensors)] for key, inner in value.items()]}
+    return _stored(value, name, tensors)
 
 
 def _json(value: Any) -> Any:
@@ -171,7 +209,8 @@ def _equal(one: Any, other: Any) -> bool:
 
 
 def _size(output: Any) -> str:
-    return f"a list of {len(output)}" if isinstance(output, list) else f"a tensor of shape {tuple(output.shape)}"
+    kind = "array" if type(output).__module__ == "numpy" else "tensor"
+    return f"a list of {len(output)}" if isinstance(output, list) else f"a {kind} of shape {tuple(output.shape)}"
 
 
 def _row(tree: Any, row: int, tensors: Mapping[str, torch.Tensor]) -> Any:
@@ -179,11 +218,25 @@ def _row(tree: Any, row: int, tensors: Mapping[str, torch.Tensor]) -> Any:
     ((kind, value),) = tree.items()
     if kind == "tensor":
         return tensors[value][row].clone()
+    if kind == "array":
+        return tensors[value].numpy()[row].copy()
     if kind == "list":
         return value[row]
+    if kind == "rows":
+        return _whole(value[row], tensors)
     if kind == "mapping":
         return {key: _row(inner, row, tensors) for key, inner in value}
     return tuple(_row(inner, row, tensors) for inner in value)
+
+
+def _whole(tree: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+    """The prediction of one row that was stored by itself."""
+    ((kind, value),) = tree.items()
+    if kind == "mapping":
+        return {key: _whole(inner, tensors) for key, inner in value}
+    if kind == "json":
+        return value
+    return tensors[value].clone() if kind == "tensor" else tensors[value].numpy()[()].copy()
 
 
 class _File:

@@ -6,6 +6,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import safetensors
 import torch
@@ -133,6 +134,32 @@ def test_a_folder_that_holds_something_is_refused_and_so_are_predictions_that_ar
 def test_predictions_that_cannot_be_written_are_refused(tmp_path: Path, module: type[Net], words: str) -> None:
     with pytest.raises(ConfigurationError, match=words):
         Trainer(progress=False, plugins=[PredictionWriter(tmp_path / "p")]).predict(module(), rows(), batch_size=4)
+
+
+class Arrays(Net):
+    def predict_step(self, batch: Any) -> Any:
+        first = batch[:, 0]
+        boxes = [{"boxes": torch.ones(number % 3, 4), "text": "a"} for number in range(len(batch))]
+        alone = ([*first], [np.float32(value) for value in first.numpy()], boxes, [np.str_("b")] * len(batch))
+        return {"flat": first.numpy(), "array": batch.double().numpy(), "alone": alone}
+
+
+class Words(Net):
+    def predict_step(self, batch: Any) -> Any:
+        return np.array(["a"] * len(batch))
+
+
+def test_arrays_and_tensors_of_single_rows_come_back_as_predict_returns_them(tmp_path: Path) -> None:
+    Trainer(progress=False, plugins=[PredictionWriter(tmp_path / "p")]).predict(Arrays(), rows(), batch_size=4)
+    read: Any = list(PredictionWriter.read(tmp_path / "p"))
+    expected = Trainer(progress=False).predict(Arrays(), rows(), batch_size=4)
+    assert str(read) == str(expected).replace("np.str_('b')", "'b'")
+    assert type(read[0]["flat"]) is np.float32
+    assert read[0]["array"].dtype == np.float64
+    assert type(read[0]["alone"][1]) is np.float32
+    assert read[2]["alone"][2]["boxes"].shape == (2, 4)
+    with pytest.raises(ConfigurationError, match="returned an array that cannot be stored"):
+        Trainer(progress=False, plugins=[PredictionWriter(tmp_path / "w")]).predict(Words(), rows(), batch_size=4)
 
 
 def test_keys_that_are_numbers_come_back_as_numbers(tmp_path: Path) -> None:
