@@ -281,12 +281,7 @@ class WindowLosses:
                 self._use(self._losses.rules.get(self.optimizer))
         if self.rule is None or self._first is not None:
             self._settle(loss, given, batch, rows)
-        try:
-            weight, logged_weight = self.rule.weigh(loss, given, batch, rows)
-        except ConfigurationError as exc:
-            weight, logged_weight = self._weigh_anew(exc, loss, given, batch, rows)
-        if self.rule.source == "counted":
-            self._losses.look_at_scale(loss, weight, rows)
+        weight, logged_weight = self._weigh(loss, given, batch, rows)
         if self._first is not None:
             self._note_missing_rows(weight, rows)
             self._losses.seen(rows, noted=False)
@@ -302,18 +297,27 @@ class WindowLosses:
             self._sums = self._begin_sums()
         return Weighed(for_backward, loss, weight, logged_weight)
 
-    def _weigh_anew(self, exc: ConfigurationError, loss: torch.Tensor, given: Any, batch: Any, rows: int | None) -> Any:
-        """The weights of a loss of another kind than before, if the window consists of it alone: its weight does not change the update.
-        Otherwise raises `exc`."""
-        if not self._one_micro_batch:
-            raise exc
+    def _weigh(self, loss: torch.Tensor, given: Any, batch: Any, rows: int | None) -> tuple[Any, Any]:
+        """As `RowWeights.weigh`. A loss of another kind than before is an error, unless the window consists of it alone: then its weight
+        does not change the update."""
+        try:
+            weight, logged_weight = self.rule.weigh(loss, given, batch, rows)
+        except ConfigurationError as exc:
+            if not self._one_micro_batch:
+                raise
+            self._change_rule(exc, loss, given)
+            weight, logged_weight = self.rule.weigh(loss, given, batch, rows)
+        if self.rule.source == "counted":
+            self._losses.look_at_scale(loss, weight, rows)
+        return weight, logged_weight
+
+    def _change_rule(self, exc: ConfigurationError, loss: torch.Tensor, given: Any) -> None:
         self._losses.run.journal.note(
             f"{exc}. Here each update is made of one batch in one process, so the updates are right; only logged means over batches of "
             "both kinds mix their weights"
         )
         rules = self._losses.rules[self.optimizer] = self._losses.new_rules(loss, given)
         self._use(rules)
-        return self.rule.weigh(loss, given, batch, rows)
 
     def _unpacked(self, output: Any) -> tuple[Any, Any, Any]:
         loss, given, chosen = unpack(output)
