@@ -246,7 +246,8 @@ class StepWatch(TorchFunctionMode):
         if missing & {name for name, *_ in logged} or (missing and not weighed):
             raise ConfigurationError(
                 "for earlier batches an evaluation step returned a plain cross-entropy, which is weighted by its counted labels, "
-                "but not for this batch. All batches need a weight in the same unit: return 'weight' with the metrics every time"
+                "but not for this batch. All batches need a weight in the same unit: return 'weight' with the metrics every time. A number "
+                "that was equal to a cross-entropy by chance was taken for it; self.log(name, value, weight=...) sets its weight"
             )
         if labels is not None:
             for place, (name, value, weight, reduce) in enumerate(logged):
