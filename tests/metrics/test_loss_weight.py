@@ -645,6 +645,19 @@ def test_losses_of_several_kinds_train_as_by_hand_where_each_is_an_update(
     assert "Here each update is made of one batch in one process, so the updates are right" in capsys.readouterr().err
 
 
+def test_a_batch_that_does_not_show_its_rows_gets_that_error_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    class Opaque:
+        values = torch.ones(2)
+
+    class Sums(Tagger):
+        def training_step(self, batch: Opaque, batch_idx: int) -> Any:
+            return self.layer(batch.values).square().mean()
+
+    with pytest.raises(ConfigurationError, match="cannot tell how many rows a batch of type Opaque has"):
+        Trainer(max_steps=1, progress=False).fit(Sums(), iter([Opaque(), Opaque()]))
+    assert "Here each update" not in capsys.readouterr().err
+
+
 class Later(Tagger):
     """Gives a sum of terms instead of a plain cross-entropy from the second epoch on."""
 

@@ -303,7 +303,7 @@ class WindowLosses:
         try:
             weight, logged_weight = self.rule.weigh(loss, given, batch, rows)
         except ConfigurationError as exc:
-            if not self._one_micro_batch:
+            if not self._one_micro_batch or recognised(loss, given).source == self.rule.source:
                 raise
             self._change_rule(exc, loss, given)
             weight, logged_weight = self.rule.weigh(loss, given, batch, rows)
