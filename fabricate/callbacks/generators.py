@@ -41,7 +41,9 @@ def kept_buffers(module: torch.nn.Module) -> Callable[[], None]:
     """Copy the buffers of `module`, and the state of torchmetrics objects in it. The returned function restores them, also if code has
     assigned other tensors."""
     held = [
-        (layer._buffers, {name: _cloned(value) for name, value in layer._buffers.items()}) for layer in module.modules()
+        (layer._buffers, {name: _cloned(value) for name, value in layer._buffers.items()})
+        for layer in module.modules()
+        if isinstance(layer._buffers, dict)  # not of a module of torch.jit
     ]
     places: list[dict[str, Any]] = [vars(each) for each in module.modules()]
     metrics = [

@@ -70,7 +70,8 @@ def looking_alone() -> Iterator[None]:
 def remembered_buffers(module: torch.nn.Module) -> Callable[[], None]:
     """Record the buffers of `module`. The returned function gives each layer the same buffers again, if code has assigned others, with
     their earlier values and shapes: an observer of torch.ao grows in its first forward."""
-    held = [(layer, dict(layer._buffers)) for layer in module.modules()]
+    # A module of torch.jit does not let others be assigned.
+    held = [(layer, dict(layer._buffers)) for layer in module.modules() if isinstance(layer._buffers, dict)]
     values = [(buffer, buffer.clone()) for buffer in module.buffers()]
 
     def restore() -> None:
