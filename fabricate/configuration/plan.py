@@ -116,7 +116,7 @@ def _updates(values: Mapping[str, Any], how: str) -> str:
     epoch = f"; {in_epoch:,} per epoch" if in_epoch is not None else ""
     epochs = values["max_epochs"]
     until = (
-        "until it is stopped" if epochs is None else f"as many as {epochs} epoch{'s have' if epochs > 1 else ' has'},"
+        "until it is stopped" if epochs is None else f"as many as {epochs} epoch{'s have' if epochs > 1 else ' has'}"
     )
     return f"{until if number is None else format(number, ',')}{batch}{epoch}"
 

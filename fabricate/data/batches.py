@@ -155,20 +155,16 @@ def rows_that_came(batch: Any, planned: int) -> int:
 
 
 def _one_per_row(batch: list[Any] | tuple[Any, ...]) -> bool:
-    """Whether a batch with as many parts as planned rows is a list of samples. Up to three tensors are probably fields if they are in a
-    tuple, differ in kind, have no items, or are two matrices: an input and its target."""
+    """Whether a batch with as many parts as planned rows is a list of samples. Up to three tensors are probably fields, unless all begin
+    with a dimension of 1, as grey images and mono audio do, and they are not two matrices: an input and its target."""
     if _holds_tensors(batch) and len(batch) > 3:
         return True
     if not isinstance(batch, list):
         return False
-    if _of_one_kind(batch):
-        return any(part.shape[:1] != (0,) for part in batch) and (len(batch) != 2 or batch[0].ndim != 2)
+    if _holds_tensors(batch):
+        of_one_kind = len({_kind(part) for part in batch}) == 1 and all(part.shape[:1] == (1,) for part in batch)
+        return of_one_kind and (len(batch) != 2 or batch[0].ndim > 2)
     return all(map(_is_record, batch))
-
-
-def _of_one_kind(batch: Any) -> bool:
-    """Whether `batch` is a list of tensors of one dtype and number of dimensions."""
-    return isinstance(batch, list) and _holds_tensors(batch) and len({_kind(part) for part in batch}) == 1
 
 
 _INPUTS = frozenset({"input_ids", "attention_mask", "token_type_ids", "position_ids", "special_tokens_mask"})
@@ -196,8 +192,6 @@ def _are_images(tensor: torch.Tensor) -> bool:
 
 
 def visible_rows(batch: Any) -> int | None:
-    if _of_one_kind(batch) and len({part.shape[:1] for part in batch}) > 1:
-        return len(batch)  # samples: fields of one batch would have one length
     rows = _leading_dimension(batch)
     return _num_listed(batch) if rows is None else rows
 

@@ -286,9 +286,11 @@ class StepWatch(TorchFunctionMode):
                 continue
             if not math.isfinite(value) or self._numbers.setdefault(name, value) == value:
                 continue
-            self._inspected.add(name)
             counts = {int(each.over.labels) for each in self._found}
-            if counts != {rows} and not self._is_recorded(value, {rows, *counts}):
+            if not any(count % rows for count in counts):
+                continue  # perhaps as many labels in every row
+            self._inspected.add(name)
+            if not self._is_recorded(value, {rows, *counts}):
                 return f"{name!r} as a number that was computed outside of torch"
         return ""
 
@@ -296,6 +298,8 @@ class StepWatch(TorchFunctionMode):
         """Whether `value` is a recorded result, or a recorded sum divided by one of `counts` or by another sum. Waits for the device."""
         if any(each.is_in(value) for each in self._all()) or (value and self._divisor(value, 1, None, ()) is not None):
             return True
+        if value > 0 and any(math.isclose(math.log(value), float(each.result), rel_tol=1e-6) for each in self._found):
+            return True  # a perplexity
         sums = [float(each.result) for each in self._sums()]
         return any(math.isclose(number, value * count) for number in sums for count in counts)
 

@@ -89,7 +89,8 @@ class Schedule:
 
 def takes_metric(scheduler: Any) -> bool:
     """Whether a scheduler advances by a metric, like ReduceLROnPlateau and transformers' GreedyLR."""
-    return "metrics" in inspect.signature(scheduler.step).parameters
+    # GradualWarmupScheduler has it as a second parameter, and advances by epochs or steps
+    return next(iter(inspect.signature(scheduler.step).parameters), "") == "metrics"
 
 
 def notes_of_mode(schedules: Iterable[Schedule]) -> list[str]:

@@ -157,16 +157,18 @@ class DDP(Strategy):
     def backward(self, loss: torch.Tensor) -> None:
         super().backward(loss)
         # A plugin that takes the place of train_step may train without DDP's forward, and then averages gradients itself.
-        if self._first_update and self._ran and self._model is not None and self._model.require_backward_grad_sync:
+        if self._ran and self._model is not None and self._model.require_backward_grad_sync:
             self._refuse_unused()
 
     def _refuse_unused(self) -> None:
         """Raise `ConfigurationError` for parameters without a gradient. DDP would notice only in the next forward, after an update with
-        gradients that were not averaged."""
-        missed = [name for name, parameter in self._trained.items() if parameter.grad is None]
-        if missed and not self.find_unused_parameters and not self.static_graph:
+        gradients that were not averaged; until then ranks may wait for each other at different places."""
+        if self.find_unused_parameters or self.static_graph:
+            return
+        if missed := [name for name, parameter in self._trained.items() if parameter.grad is None]:
             named = ", ".join(missed[:4]) + (f" and {len(missed) - 4} more" if len(missed) > 4 else "")
-            raise ConfigurationError(f"no gradient reached {named} in the first update, and {UNUSED}")
+            which = "the first" if self._first_update else "an"
+            raise ConfigurationError(f"no gradient reached {named} in {which} update, and {UNUSED}")
 
     def reduction_dtype(self, gradient: torch.dtype) -> torch.dtype:
         import torch

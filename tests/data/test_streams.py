@@ -363,7 +363,7 @@ class Pair:
         ([Pair(1.0, torch.zeros(3, 1))] * 2, 2),
         ([{"ids": torch.zeros(5, 9), "mask": torch.zeros(5, 9)}] * 2, 5),  # two batches: a query and an answer
         ([[{"ids": torch.zeros(5, 9)}, {"ids": torch.zeros(5, 7)}], torch.zeros(5)], 5),
-        ([torch.zeros(n, 3) for n in (9, 4)], 2),  # samples of unequal length
+        ([torch.zeros(n, 3) for n in (9, 4)], 9),  # a query and its documents, for example
         ([torch.zeros(30, 3), torch.zeros(2, 40, dtype=torch.long)], 30),  # nodes and edges
     ],
 )
@@ -428,7 +428,7 @@ GREY = [torch.zeros(1, 8 + n, 8) for n in range(3)]
     [
         *((GREY[:rows], rows, rows) for rows in (1, 2, 3)),
         *(([{"image": image, "mask": image} for image in GREY[:rows]], rows, rows) for rows in (1, 2, 3)),
-        ([torch.zeros(2, 30)] * 3, 3, 3),
+        ([torch.zeros(2, 30)] * 3, 3, 2),  # fields of a collate_fn that left out a row
         ([torch.zeros(2, 5), torch.zeros(2, 1)], 2, 2),  # fields, all rows of which came
         ([torch.zeros(5, 2, 4), torch.zeros(7, 2, 4)], 2, 2),  # fields with time first
         ([torch.zeros(1, n) for n in (20, 21, 22)], 3, 3),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections import UserList
 from pathlib import Path
 from types import SimpleNamespace
@@ -119,6 +120,46 @@ def test_what_a_validation_changes_of_the_training_is_put_back_too() -> None:
         rates.append(trainer.fit(modules[-1], ROWS, ROWS, batch_size=2).metrics["lr"])
     assert rates[0] == rates[1]
     assert equal(weights(modules[0]), weights(modules[1]))
+
+
+class WarmUp(torch.optim.lr_scheduler.LRScheduler):
+    """Three updates of warm-up, then the schedule that it holds, as a widely copied class does it. It also holds a lock."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.after = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20)
+        self.log = threading.Lock()  # cannot be copied, as an open file
+        super().__init__(optimizer)
+
+    def get_lr(self) -> list[float]:
+        return [rate * min(1.0, (self.last_epoch + 1) / 3) for rate in self.base_lrs]
+
+    def step(self, epoch: int | None = None, metrics: float | None = None) -> None:
+        if getattr(self, "last_epoch", 0) >= 3:
+            self.after.step()
+        else:
+            super().step(epoch)
+
+
+class WarmsUp(Regression):
+    def configure_optimizers(self) -> Any:
+        self.rates: list[float] = []
+        optimizer = torch.optim.SGD([{"params": self.parameters(), "lr": 0.1}], lr=torch.tensor(0.1))
+        return optimizer, WarmUp(optimizer)
+
+    def on_step(self) -> None:
+        self.rates.append(float(self.trainer.optimizers["main"].param_groups[0]["lr"]))
+
+
+@pytest.mark.filterwarnings("ignore:.*epoch parameter in `scheduler.step.*")
+def test_a_schedule_that_holds_another_goes_on_after_the_check() -> None:
+    """It advances once per update, although its step also takes `metrics`."""
+    rates = []
+    for sanity_batches in (0, 2):
+        module = WarmsUp()
+        Trainer(max_steps=8, sanity_batches=sanity_batches, progress=False).fit(module, ROWS, ROWS, batch_size=2)
+        rates.append(module.rates)
+    assert rates[0] == rates[1]
+    assert len(set(rates[0])) > 5
 
 
 def test_what_a_validation_before_training_freezes_is_trained() -> None:

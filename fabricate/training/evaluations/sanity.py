@@ -8,7 +8,6 @@ name is restored. Must not know: the loop.
 from __future__ import annotations
 
 import contextlib
-import copy
 import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -57,19 +56,18 @@ def _trained_as_before(run: Run) -> Iterator[None]:
 
 
 def _rates(run: Run) -> Callable[[], None]:
-    """Record the options of the optimizers, and the schedules. The returned function restores them."""
+    """Record the options of the optimizers. The returned function restores them: the same objects, with their values."""
     groups = [group for optimizer in run.optim.optimizers.values() for group in optimizer.param_groups]
-    options = [{name: _copy(value) for name, value in group.items() if name != "params"} for group in groups]
-    schedules = [(schedule, copy.deepcopy(schedule.state_dict())) for schedule in run.optim.schedules.values()]
+    options = [{name: (value, _copy(value)) for name, value in group.items() if name != "params"} for group in groups]
 
     def restore() -> None:
         for group, before in zip(groups, options, strict=True):
             for name in group.keys() - before.keys() - {"params"}:
                 del group[name]
-            group.update(before)
-        for schedule, state in schedules:
-            if repr(schedule.state_dict()) != repr(state):
-                schedule.load_state_dict(state)
+            for name, (value, earlier) in before.items():
+                if isinstance(value, torch.Tensor):
+                    value.copy_(earlier)
+                group[name] = value
 
     return restore
 
@@ -103,7 +101,8 @@ def put_back(run: Run) -> Iterator[None]:
     plugins = [plugin for _, plugin in run.calls.manager.list_name_plugin()]
     data = [source.data for source in run.validation.values()]  # a stream may hold its position
     parts = [getattr(each, "dataset", None) for each in data]
-    restore_attributes = remembered(run.module, [*plugins, *data, *parts])
+    schedules = [schedule.made for schedule in run.optim.schedules.values()]
+    restore_attributes = remembered(run.module, [*plugins, *data, *parts, *schedules])
     restore_buffers = remembered_buffers(run.module)
     run.engine.moment.trial, changing = True, dict(run.optim.changing)
     try:
