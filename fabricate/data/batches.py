@@ -155,15 +155,15 @@ def rows_that_came(batch: Any, planned: int) -> int:
 
 
 def _one_per_row(batch: list[Any] | tuple[Any, ...]) -> bool:
-    """Whether a batch with as many parts as planned rows is a list of samples. Up to three tensors are probably fields, unless all begin
-    with a dimension of 1, as grey images and mono audio do, and they are not two matrices: an input and its target."""
+    """Whether a batch with as many parts as planned rows is a list of samples. Up to three tensors are probably fields; but three that all
+    begin with a dimension of 1, as grey images and mono audio do, are probably samples."""
     if _holds_tensors(batch) and len(batch) > 3:
         return True
     if not isinstance(batch, list):
         return False
     if _holds_tensors(batch):
         of_one_kind = len({_kind(part) for part in batch}) == 1 and all(part.shape[:1] == (1,) for part in batch)
-        return of_one_kind and (len(batch) != 2 or batch[0].ndim > 2)
+        return of_one_kind and len(batch) != 2  # two are an input and its target, of which a row was left out
     return all(map(_is_record, batch))
 
 
