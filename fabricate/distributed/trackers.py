@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -69,10 +70,16 @@ def library_object(accelerator: RunAccelerator, name: str) -> Any:
     )
 
 
-def finish_trackers(accelerator: RunAccelerator) -> None:
-    """Finish the trackers. (Accelerate's `end_training` would destroy the process group, which outlives a fit.)"""
+def finish_trackers(accelerator: RunAccelerator, failed: bool) -> None:
+    """Finish the trackers. (Accelerate's `end_training` would destroy the process group, which outlives a fit.) failed: whether the fit
+    ends with an exception, which W&B and MLflow show. Accelerate's trackers do not pass it on."""
     for tracker in accelerator.trackers:
-        tracker.finish()
+        if failed and tracker.name == "wandb":
+            tracker.tracker.finish(exit_code=1)
+        elif failed and tracker.name == "mlflow":
+            sys.modules["mlflow"].end_run(status="FAILED")
+        else:
+            tracker.finish()
 
 
 def _checked_tracker(made: Any) -> Any:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import datetime
 import secrets
-import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -137,10 +136,12 @@ def opened(
         module._no_log = ""
         modes = [(m, m.training) for m in module.modules()]
         here().begun()
+        pending: BaseException | None = None
         try:
             _prepare(run, stages, seed)
             yield run
         except BaseException as exc:
+            pending = exc
             module._no_log = _OVER
             report(run, exc)
             raise
@@ -148,7 +149,8 @@ def opened(
             saving.drain(run)
             for child, mode in modes:
                 child.training = mode
-            _close(run)
+            _close(run, pending)
+            pending = None  # it refers to this frame
 
 
 def _open_engine(
@@ -313,14 +315,14 @@ def _wrapped(module: TrainModule) -> Iterator[str]:
             )
 
 
-def _close(run: Run) -> None:
-    pending = sys.exc_info()[1]
+def _close(run: Run, pending: BaseException | None) -> None:
+    """End `run`. pending: the exception with which it ends, if there is one."""
     run.module._no_log = _OVER
     try:
         if run.calls.on_teardown is not None:
             run.calls.on_teardown(run.trainer, run.module)
         if run.source is not None and run.settings.trackers:
-            finish_trackers(run.engine.accelerator)
+            finish_trackers(run.engine.accelerator, failed=pending is not None)
     except Exception as exc:
         if pending is None:
             raise

@@ -6,6 +6,7 @@ TensorBoard is in tests/training/test_tracking.py.
 from __future__ import annotations
 
 import ast
+import contextlib
 import os
 import re
 import sqlite3
@@ -109,6 +110,51 @@ def test_mlflow_shows_two_fits_as_one_run(tmp_path: Path, monkeypatch: pytest.Mo
         "sample.txt",
         "weights.png",
     }
+
+
+class Fails(Callback):
+    def on_step(self, trainer: Trainer) -> None:
+        if trainer.step == 3:
+            raise ZeroDivisionError("the user's own")
+
+
+def test_mlflow_shows_a_fit_that_raised_as_failed_and_one_in_its_handler_as_finished(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    for name in ("MLFLOW_TRACKING_URI", "_MLFLOW_TELEMETRY_SESSION_ID"):
+        monkeypatch.setenv(name, "")
+    mlflow.set_tracking_uri((tmp_path / "mlflow").as_uri())
+    settings = {"max_steps": 4, "trackers": [f"mlflow:project=mine,logging_dir={tmp_path / 'artifacts'}"]}
+    try:
+        fit(Regression(), Fails(), run_dir=tmp_path / "first", **settings)
+    except ZeroDivisionError:
+        fit(Regression(), run_dir=tmp_path / "second", **settings)
+    client = mlflow.MlflowClient()
+    (experiment,) = client.search_experiments(filter_string="name = 'mine'")
+    runs = client.search_runs([experiment.experiment_id])
+    assert {run.info.run_name: run.info.status for run in runs} == {"first": "FAILED", "second": "FINISHED"}
+
+
+def test_wandb_shows_a_fit_that_raised_as_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    codes = []
+
+    def finish(own: Any, exit_code: int | None = None, **options: Any) -> None:
+        codes.append(exit_code)
+        ended(own, exit_code, **options)
+
+    ended = wandb.Run.finish
+    monkeypatch.setattr(wandb.Run, "finish", finish)
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    try:
+        for plugins in ([Fails()], []):
+            with pytest.raises(ZeroDivisionError) if plugins else contextlib.nullcontext():
+                fit(Regression(), *plugins, max_steps=4, run_dir=tmp_path / str(len(plugins)), trackers=["wandb"])
+    finally:
+        wandb.teardown()
+        os.environ.pop("WANDB_SERVICE", None)
+    assert codes == [1, None]
 
 
 def test_trackio_shows_two_fits_as_one_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
