@@ -167,7 +167,8 @@ def _stored(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> dict[str
 
 
 def _holds_numbers(value: Any) -> bool:
-    """Whether the prediction of a row is a tensor, an array or a number of NumPy that is no value of Python too, or a mapping with one."""
+    """Whether the prediction of a row is a tensor, an array or a NumPy number, or a mapping that contains one. NumPy's float64 and str_ do
+    not count, because they are also Python values, which JSON can hold."""
     import numpy
     import torch
 

@@ -279,8 +279,8 @@ class StepWatch(TorchFunctionMode):
 
     def _from_elsewhere(self, logged: list[Any], rows: int) -> str:
         """A description of an entry of `logged` that is a Python number which torch did not compute, as those of NumPy, if the labels of
-        this batch are not one per row; "" if there is none. Each is inspected in the first batch in which it is another number than in the
-        first: the weight of a constant is of no importance. Waits for the device in that batch."""
+        this batch are not one per row; "" if there is none. Each is inspected in the first batch in which its value differs from
+        that in the first batch, because the mean of a constant is the same with any weights. Waits for the device in that batch."""
         for name, value, weight, reduce in logged:
             if weight is not None or reduce != "mean" or not isinstance(value, float) or name in self._inspected:
                 continue

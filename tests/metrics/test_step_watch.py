@@ -110,7 +110,7 @@ def test_a_number_that_torch_did_not_compute_is_named_once_beside_a_cross_entrop
     text = "'number' as a number that was computed outside of torch"
     assert _beside(lambda batch: [0.5, 0.5, 0.5, 0.5, 0.25][batch]) == ["", "", "", "", text]
     assert _beside(lambda batch: float(np.mean([batch, 0.3]))) == ["", text, "", "", ""]
-    assert _beside(lambda batch: 0.5) == [""] * 5  # a constant, of which the weight is of no importance
+    assert _beside(lambda batch: 0.5) == [""] * 5  # the mean of a constant is the same with any weights
     assert _beside(lambda batch: float(np.mean([batch, 0.3])), rows=4) == [""] * 5
     assert _beside(lambda batch: (torch.ones(4) * batch).sum().item() / 4) == [""] * 5  # a mean over labels
 
