@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fabricate.callbacks.generators import generator_states, set_generator_states
+from fabricate.callbacks.kept_state import generator_states, set_generator_states
 from fabricate.errors import ConfigurationError
 from fabricate.hooks import Callback, hookimpl
 

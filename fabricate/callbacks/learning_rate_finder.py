@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from fabricate.callbacks.generators import kept_buffers
+from fabricate.callbacks.kept_state import kept_buffers
 from fabricate.errors import ConfigurationError
 from fabricate.hooks import Callback, hookimpl
 

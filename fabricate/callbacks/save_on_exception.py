@@ -65,7 +65,7 @@ class SaveOnException(Callback):
         self._remember(module)
 
     def _remember(self, module: TrainModule) -> None:
-        from fabricate.callbacks.generators import generator_states, kept_buffers
+        from fabricate.callbacks.kept_state import generator_states, kept_buffers
 
         self._generators, self._put_back = generator_states(), kept_buffers(module)
         self._torn = False
@@ -79,7 +79,7 @@ class SaveOnException(Callback):
             exception.add_note(f"SaveOnException: no checkpoint was saved: {second}")
 
     def _save(self, trainer: Trainer) -> str:
-        from fabricate.callbacks.generators import set_generator_states
+        from fabricate.callbacks.kept_state import set_generator_states
 
         assert trainer.run_dir is not None
         assert self._put_back is not None

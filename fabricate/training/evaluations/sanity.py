@@ -47,21 +47,23 @@ def check_validation(run: Run) -> None:
 
 @contextlib.contextmanager
 def _trained_as_before(run: Run) -> Iterator[None]:
-    """Restore, after the body, the weights, the options of the optimizers and the schedules, which the module may change in a hook. Not
-    after an exception, which ends the fit. All ranks."""
-    restores = (_rates(run), _weights(run))
+    """Restore, after the body, the weights and the options of the optimizers, which the module may change in a hook. Not after an
+    exception, which ends the fit. All ranks."""
+    restores = (_options(run), _weights(run))
     yield
     for restore in restores:
         restore()
 
 
-def _rates(run: Run) -> Callable[[], None]:
+def _options(run: Run) -> Callable[[], None]:
     """Record the options of the optimizers. The returned function restores them: the same objects, with their values."""
     groups = [group for optimizer in run.optim.optimizers.values() for group in optimizer.param_groups]
-    options = [{name: (value, _copy(value)) for name, value in group.items() if name != "params"} for group in groups]
+    before_each = [
+        {name: (value, _copy(value)) for name, value in group.items() if name != "params"} for group in groups
+    ]
 
     def restore() -> None:
-        for group, before in zip(groups, options, strict=True):
+        for group, before in zip(groups, before_each, strict=True):
             for name in group.keys() - before.keys() - {"params"}:
                 del group[name]
             for name, (value, earlier) in before.items():
