@@ -290,17 +290,19 @@ class _Cursor:
 
 
 def _with_own_memory(units: Iterator[Any]) -> Iterator[Any]:
-    """The `units`, copied if the iterable fills the same memory again for each, because a unit is used after the next one was read. Whether
-    it does shows with the second; the first is always copied."""
-    for first in islice(units, 1):
-        copied = _copied(first)
-        yield copied
-        for second in islice(units, 1):
-            refilled = not _equal(first, copied)
-            del first, copied
-            yield _copied(second) if refilled else second
-            for unit in units:  # `yield from` would close the units with this generator, and `finish` reads on
-                yield _copied(unit) if refilled else unit
+    """The `units`, copied if the iterable fills the same memory again, because a unit is used after later ones were read. The first ones
+    are copied in any case, and show whether it does: a few, because an iterable may fill two buffers in turn."""
+    first = []
+    for unit in islice(units, _FEW_UNITS):
+        first.append((unit, _copied(unit)))
+        yield first[-1][1]
+    refilled = not all(_equal(unit, copied) for unit, copied in first)
+    first.clear()
+    for unit in units:  # `yield from` would close the units with this generator, and `finish` reads on
+        yield _copied(unit) if refilled else unit
+
+
+_FEW_UNITS = 4
 
 
 def _copied(unit: Any) -> Any:

@@ -684,6 +684,31 @@ def test_a_resumed_run_may_begin_with_losses_that_weigh_something_else(tmp_path:
     torch.testing.assert_close(module.layer.weight, by_hand.layer.weight)
 
 
+class PlainAtLast(Later):
+    """Gives a plain cross-entropy from the second epoch on, and a sum of terms before."""
+
+    def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> Any:
+        return self.with_penalty(batch, self.trainer.epoch == 0)
+
+
+def test_losses_weigh_rows_to_the_end_if_they_did_at_first_also_after_a_resume(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def train(run_dir: Path, *epochs: int) -> torch.Tensor:
+        for each in epochs:
+            module = PlainAtLast()
+            trainer = Trainer(
+                max_epochs=each, run_dir=run_dir, seed=0, progress=False, gradient_accumulation_steps=2, log_every=1
+            )
+            trainer.fit(module, tokens(), batch_size=2, shuffle=False)
+        return module.layer.weight
+
+    whole = train(tmp_path / "whole", 2)
+    assert capsys.readouterr().err.count("so this loss is weighted by the number of rows") == 1
+    torch.testing.assert_close(train(tmp_path / "resumed", 1, 2), whole, rtol=0, atol=0)
+    assert "earlier losses were not plain cross-entropies, so this loss is weighted by" in capsys.readouterr().err
+
+
 def test_one_micro_batch_in_one_process_is_trained_to_the_last_bit_as_by_hand() -> None:
     module, by_hand = Tagger(), Tagger()
     fit(module)

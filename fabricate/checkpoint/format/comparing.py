@@ -36,6 +36,7 @@ _CLOCKS: Final = ("progress.seconds", "metrics_bytes")
 _STATE: Final = {
     "scaler": "scaler",
     "weight_per_row": "scaler",
+    "weighed_by": "scaler",
     "data": "data position",
     "progress": "data position",
     "owed": "data position",

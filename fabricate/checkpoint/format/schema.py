@@ -47,6 +47,7 @@ _SHARED: Final = {
 _OWN: Final = {"rng": dict, "metrics": dict, "buffers": [str], "torchmetrics": dict}
 _LATER: Final = {
     "weight_per_row": _Each(float),
+    "weighed_by": _Each(str),
     "stop": str,
     "owed": [str],
     "paused": [str],

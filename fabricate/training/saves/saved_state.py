@@ -145,6 +145,7 @@ def _shared_state(run: Run, saver: Saver) -> dict[str, Any]:
         "configuration": configuration(run),
         "scaler": run.engine.scaler_state(),
         "weight_per_row": run.optim.weight_per_row,
+        "weighed_by": run.optim.weighed_by,
         "seed": run.source.seed,
         "data": data_identity(run)
         | {"state": saver.encode(run.source.state, "data", saver.whole), "batches_taken": _batches_taken(run)},
@@ -267,6 +268,7 @@ def restore(run: Run, reader: Reader, tree: Any) -> None:
     if tree["scaler"]:
         engine.load_scaler_state(tree["scaler"])
     optim.weight_per_row.update(tree.get("weight_per_row", {}))
+    optim.weighed_by.update(tree.get("weighed_by", {}))
     run.progress.load(tree["progress"])
     if run.progress.position and isinstance(taken := tree["data"].get("batches_taken"), int):
         run.progress.micro_step = taken // engine.data_world_size

@@ -54,6 +54,8 @@ class Optimization:
     """The optimizers and schedules of an update, by the names that `training_step` returns, joined by commas."""
     weight_per_row: dict[str, float] = field(default_factory=dict)
     """By the same names, the power of two near the weight of one row, known from the first window on; see `updates.losses`."""
+    weighed_by: dict[str, str] = field(default_factory=dict)
+    """By the same names, what gives a loss its weight: "rows", "given" or "counted"."""
     total_steps: int | None = None
     """The updates of the whole fit; None if not known."""
     surplus_updates: int = 0

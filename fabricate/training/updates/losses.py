@@ -12,7 +12,8 @@ last micro-batch; the gradients are then multiplied once by `expected / sum(weig
 those of the mean, because float16 cannot represent values above 65504. docs/numerics.md has the derivation.
 
 A *rule* determines the weights of the losses of optimizers that step together: `RowWeights` (or `CountedRows`, if the user's collate_fn may
-leave rows out), `GivenWeights` or `LabelWeights`. It is chosen in their first window.
+leave rows out), `GivenWeights` or `LabelWeights`. It is chosen in their first window. `RowWeights` takes every loss, so a resumed run that
+had it goes on with it.
 
 Must not know: in which order things happen (`fabricate.training.loop`).
 """
@@ -194,14 +195,19 @@ class Losses:
         """Those of the first micro-batches, for cross-entropies that are weighted by their labels."""
         self._noted = False
         """Whether a note says that the losses seem to be no means over rows; one is enough."""
+        self._epoch = -1
+        """The last epoch in which a loss was inspected."""
         # If backward gathers parameters, its first gather would wait for this sum, and the sum for the slowest
         # forward.
         self.sum_beside_backward = not run.engine.strategy.shards_parameters
 
     def look_at(self, loss: torch.Tensor, batch: Any, rows: int | None) -> None:
-        """Inspect the loss of a micro-batch that is weighted by rows, if it is one of the first, or has a new number of rows. One batch may
-        be a multiple of its rows by chance, and a loss may be divided by the rows of earlier batches."""
+        """Inspect the loss of a micro-batch that is weighted by rows, if it is one of the first of the fit, the first of an epoch, or has a
+        new number of rows. One batch may be a multiple of its rows by chance, a loss may be divided by the rows of earlier batches, and
+        may become another one in a later epoch."""
         is_new = rows not in self._rows_seen and len(self._rows_seen) < _MOST_LOOKS
+        if self._epoch != self.run.progress.epoch:
+            self._epoch, is_new = self.run.progress.epoch, True
         if rows and not self._noted and (self._looks or is_new):
             self._looks = max(0, self._looks - 1)
             self.seen(rows, note_rows(self.run, Made.by(loss, rows_that_came(batch, rows))))
@@ -217,9 +223,12 @@ class Losses:
         self._rows_seen.add(rows)
         self._noted |= noted
 
-    def new_rules(self, loss: torch.Tensor, given: Any) -> Rules:
-        """The rules for the optimizers of an update, chosen by their first loss."""
+    def new_rules(self, optimizer: Any, loss: torch.Tensor, given: Any) -> Rules:
+        """The rules for the optimizers of an update, chosen by their first loss. `optimizer`: as `WindowLosses.optimizer`."""
         kind = recognised(loss, given)
+        if kind is LabelWeights and self.run.optim.weighed_by.get(optimizer) == RowWeights.source:
+            kind = RowWeights  # as before the run was resumed
+        self.run.optim.weighed_by[optimizer] = kind.source
         assert self.run.source is not None
         if kind is RowWeights and not self.run.source.exact_rows:
             kind = CountedRows
@@ -316,7 +325,7 @@ class WindowLosses:
             f"{exc}. Here each update is made of one batch in one process, so the updates are right; only logged means over batches of "
             "both kinds mix their weights"
         )
-        rules = self._losses.rules[self.optimizer] = self._losses.new_rules(loss, given)
+        rules = self._losses.rules[self.optimizer] = self._losses.new_rules(self.optimizer, loss, given)
         self._use(rules)
 
     def _unpacked(self, output: Any) -> tuple[Any, Any, Any]:
@@ -333,7 +342,7 @@ class WindowLosses:
         if self._first is None or not self._first.is_notable():
             self._first = Made.by(loss, rows_that_came(batch, rows) if rows else None)
         if self.rule is None:
-            self._new_rules = self._losses.new_rules(loss, given)
+            self._new_rules = self._losses.new_rules(self.optimizer, loss, given)
             self._use(self._new_rules)
 
     def _note_missing_rows(self, weight: Any, rows: int | None) -> None:

@@ -115,15 +115,20 @@ class Made(NamedTuple):
         """Whether the loss seems to be no mean over rows. Waits for the device."""
         return bool(self.is_sum or self.divisor is not None or self.function or self.part())
 
+    def is_plain(self) -> bool:
+        """Whether the loss is a cross-entropy and nothing else."""
+        return self.operation.startswith("NllLoss")
+
     def part(self) -> str:
         """The reason why the loss seems to be a mean over something other than rows; "" if there is none. Waits for the device."""
+        is_it = "the loss is" if self.is_plain() else "a term of the loss is"
         for has_weights, counted, labels in self.cross_entropies:
             if has_weights:
-                return "a term of the loss is a cross-entropy with class weights, a mean over these,"
+                return f"{is_it} a cross-entropy with class weights, a mean over these,"
             if float(counted) < labels:
-                return f"a term of the loss is a cross-entropy that counts {float(counted):g} of {labels} labels,"
+                return f"{is_it} a cross-entropy that counts {float(counted):g} of {labels} labels,"
             if self.rows and labels % self.rows:
-                return f"a term of the loss is a cross-entropy of {labels} labels for {self.rows} rows,"
+                return f"{is_it} a cross-entropy of {labels} labels for {self.rows} rows,"
         if self.over_a_part:
             return "the loss seems to be a weighted mean or a mean over a part of its batch"
         return (
@@ -271,10 +276,13 @@ def note_rows(run: Run, made: Made) -> bool:
         )
     if not why:
         return False
+    kind = f"and the loss is not a plain cross-entropy (it comes from {made.operation})"
+    if made.is_plain():
+        kind = "but earlier losses were not plain cross-entropies"
     run.journal.note(
-        f"{why} and the loss is not a plain cross-entropy (it comes from {made.operation}), so this loss is weighted by "
-        "the number of rows of its batch. Where rows have unequal numbers of labels, return {'loss': loss, 'weight': the number that "
-        "the mean was taken over} from training_step, and a weight with the metrics of validation_step"
+        f"{why} {kind}, so this loss is weighted by the number of rows of its batch. Where rows have unequal numbers of labels, return "
+        "{'loss': loss, 'weight': the number that the mean was taken over} from training_step, and a weight with the metrics of "
+        "validation_step"
         f"{_SEVERAL_MEANS if made.operation in ('Add', 'Sub') else ''}"
     )
     return True
