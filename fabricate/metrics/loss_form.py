@@ -288,6 +288,8 @@ def divisors(loss: torch.Tensor) -> list[float]:
 
 def mean_over(loss: torch.Tensor, rows: int | None = None) -> int:
     """How many values `loss` averages; 0 if it is no mean, has several terms, or averages means over `rows` rows."""
+    if rows == 1 and _elements(before_scaling(loss.grad_fn, means=False)) == 1:
+        return 1  # a mean of one number is otherwise taken for a copy
     nodes = [node for node, _ in terms_of(loss)]
     is_mean = type(nodes[0]).__name__ == "MeanBackward0" or getattr(nodes[0], "_saved_reduction", None) == MEAN
     return _elements(nodes[0]) if len(nodes) == 1 and is_mean and not _is_of_means(nodes[0], rows) else 0

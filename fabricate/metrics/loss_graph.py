@@ -104,9 +104,9 @@ def origin_of(loss: torch.Tensor, divisors: list[float] | None = None) -> Any:
     return before_scaling(node, divisors)
 
 
-def before_scaling(node: Any, divisors: list[float] | None = None) -> Any:
+def before_scaling(node: Any, divisors: list[float] | None = None, means: bool = True) -> Any:
     """The operation that computed the result of `node`, before copies, added numbers and scaling by numbers; `node` itself if it is none of
-    these; None if no operation did. See `origin_of` for `divisors`."""
+    these; None if no operation did. See `origin_of` for `divisors`. `means`: whether means and sums of one number are copies too."""
     while node is not None:
         name = type(node).__name__
         if name in _ADDED:
@@ -114,7 +114,7 @@ def before_scaling(node: Any, divisors: list[float] | None = None) -> Any:
             if len(terms) != 1:
                 return node
             node = terms[0]
-        elif name in _UNCHANGED or is_scaled(name, node) or (name in REDUCED and not _several(node)):
+        elif name in _UNCHANGED or is_scaled(name, node) or (means and name in REDUCED and not _several(node)):
             if divisors is not None and name in _SCALED and (factor := float(node._saved_other)):
                 divisors.append(factor if name.startswith("Div") else 1 / factor)
             node = node.next_functions[0][0]

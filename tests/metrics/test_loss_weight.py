@@ -777,6 +777,22 @@ def test_a_mean_over_one_value_per_row_gets_no_note_whatever_else_the_batch_hold
     assert capsys.readouterr().err.count("several per row") == (2 if per_token else 0)
 
 
+@pytest.mark.parametrize(("batch_size", "per_token"), [(1, False), (1, True), (4, False), (4, True)])
+def test_a_mean_over_the_one_value_of_a_batch_of_one_row_gets_no_note(
+    batch_size: int, per_token: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Squares(Columns):
+        def training_step(self, batch: Any) -> torch.Tensor:
+            x, y = batch
+            logits = self.embedding(x.flatten()[:, None]).view(x.shape) if self.per_token else self.embedding(x)
+            return (logits - y[:, None]).square().mean()
+
+    rows = [(torch.arange(row, row + 3) % 5, torch.tensor(float(row % 2))) for row in range(17)]
+    trainer = Trainer(max_epochs=1, progress=False, gradient_accumulation_steps=2)
+    trainer.fit(Squares(per_token), rows, batch_size=batch_size, shuffle=False)
+    assert capsys.readouterr().err.count("several per row") == per_token
+
+
 def test_a_stack_of_one_number_per_row_is_a_mean_or_sum_over_rows() -> None:
     def stacked() -> torch.Tensor:
         return torch.stack([values[: number + 1].mean() for number, values in enumerate(LOGITS.unbind())])
