@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.optim import lr_scheduler
 
-from fabricate.optim.schedules import Schedule, captured
+from fabricate.optim.schedules import Schedule, captured, held_by, load_state, state_of
 
 _COUNTERS = ("last_epoch", "base_lrs", "last_lr", "lr_lambdas")
 _DURATIONS = ("T_max", "T_0", "total_iters", "total_steps", "total_size", "step_size", "milestones", "phases")
@@ -88,7 +88,7 @@ def _repeat(optimizer: torch.optim.Optimizer, made: Any, begun: Any) -> None:
     with warnings.catch_warnings(action="ignore"):  # that no update came before
         for _ in range(_advances(made) - _advances(begun)):
             begun.step()
-    made.load_state_dict(begun.state_dict())
+    load_state(made, state_of(begun))
     cycles = any(getattr(part, "cycle_momentum", False) for part in _parts(made))
     for group, present in zip(optimizer.param_groups, begun.optimizer.param_groups, strict=False):
         for option in ("lr", "momentum", "betas") if cycles else ("lr",):
@@ -164,7 +164,7 @@ def _settings(made: Any) -> Iterator[tuple[Any, str, str, Any]]:
 
 def _parts(made: Any) -> Iterator[Any]:
     yield made
-    for part in getattr(made, "_schedulers", ()):
+    for part in (*getattr(made, "_schedulers", ()), *held_by(made).values()):
         yield from _parts(part)
 
 

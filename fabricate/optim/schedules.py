@@ -78,13 +78,31 @@ class Schedule:
 
     def state_dict(self) -> dict[str, Any]:
         """The state of the scheduler, for a checkpoint."""
-        state: dict[str, Any] = self.made.state_dict()
-        return state
+        return state_of(self.made)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the state of the scheduler from a checkpoint."""
-        self.made.load_state_dict(state)
+        load_state(self.made, state)
         self._position = self._present()
+
+
+def held_by(scheduler: Any) -> dict[str, lr_scheduler.LRScheduler]:
+    """The schedulers in the state of `scheduler`, by name, such as the one after a warm-up. torch's own keep their states instead."""
+    return {name: each for name, each in scheduler.state_dict().items() if isinstance(each, lr_scheduler.LRScheduler)}
+
+
+def state_of(scheduler: Any) -> dict[str, Any]:
+    """The state of `scheduler`; in place of a scheduler in it, the state of that one."""
+    state: dict[str, Any] = scheduler.state_dict()
+    return state | {name: state_of(each) for name, each in held_by(scheduler).items()}
+
+
+def load_state(scheduler: Any, state: dict[str, Any]) -> None:
+    """Restore what `state_of` returned."""
+    held = held_by(scheduler)
+    for name, each in held.items():
+        load_state(each, state[name])
+    scheduler.load_state_dict(state | held)
 
 
 def takes_metric(scheduler: Any) -> bool:

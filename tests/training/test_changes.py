@@ -42,6 +42,24 @@ class Falling(torch.optim.lr_scheduler.LRScheduler):
         return [rate * (1 - self.last_epoch / self.horizon) for rate in self.base_lrs]
 
 
+class Gradual(torch.optim.lr_scheduler.LRScheduler):
+    """A warm-up that holds the schedule after it, as GradualWarmupScheduler of pytorch-gradual-warmup-lr does."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, total_epoch: int, after: Any) -> None:
+        self.total_epoch, self.after = total_epoch, after
+        super().__init__(optimizer)
+
+    def get_lr(self) -> list[float | torch.Tensor]:
+        if self.last_epoch > self.total_epoch:
+            return self.after.get_last_lr()  # type: ignore[no-any-return]
+        return [rate * (self.last_epoch + 1) / (self.total_epoch + 1) for rate in self.base_lrs]
+
+    def step(self, epoch: Any = None, metrics: Any = None) -> None:
+        if self.last_epoch >= self.total_epoch:
+            self.after.step()
+        super().step()
+
+
 class Tuned(TrainModule):
     def __init__(
         self, lr: float = 0.1, decay: float = 0.0, schedule: str = "", gamma: float = 0.5, width: int = 1
@@ -90,6 +108,12 @@ class Tuned(TrainModule):
             return optimizer, torch.optim.lr_scheduler.ChainedScheduler(
                 [warmup, torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, total)]
             )
+        if self.schedule == "nested":
+            after = torch.optim.lr_scheduler.StepLR(optimizer, 1, self.gamma)
+            return optimizer, Gradual(optimizer, 1, after)
+        if self.schedule == "nested cosine":
+            after_warmup = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, total - 2)
+            return optimizer, Gradual(optimizer, 1, after_warmup)
         if self.schedule == "cycle":
             return optimizer, torch.optim.lr_scheduler.OneCycleLR(optimizer, 1.0, self.trainer.total_steps)
         if self.schedule == "sequence":
@@ -180,6 +204,18 @@ def test_what_changes_how_training_goes_on_is_refused_by_name_or_in_effect(
     assert len(fit(tmp_path, Tuned(**then), 4, **options)[0]) == 1
 
 
+def test_a_schedule_that_holds_another_one_goes_on_after_a_resume_and_a_change_of_the_other_is_named(
+    tmp_path: Path,
+) -> None:
+    whole, _ = fit(tmp_path / "whole", Tuned(schedule="nested"), 6)
+    fit(tmp_path / "parts", Tuned(schedule="nested"), 3)
+    rest, _ = fit(tmp_path / "parts", Tuned(schedule="nested"), 6)
+    assert rest == whole[3:]
+    assert len({rate for rate, _ in rest}) == 3
+    with pytest.raises(CheckpointError, match=r"gamma of part 1 of scheduler 'main' 0.5 -> 0.1"):
+        fit(tmp_path / "parts", Tuned(schedule="nested", gamma=0.1), 8)
+
+
 def test_a_cycle_that_is_made_longer_ends_at_the_new_end(tmp_path: Path) -> None:
     fit(tmp_path, Tuned(schedule="cycle"), 4)
     with pytest.raises(CheckpointError, match=r"phases of scheduler 'main' \[.*total_steps of scheduler 'main' 4 -> 8"):
@@ -194,7 +230,7 @@ def test_a_cycle_that_is_made_longer_ends_at_the_new_end(tmp_path: Path) -> None
     "schedule",
     [
         *("cosine", "share", "three parts", "chained", "lambda inside", "object", "restarts", "there and back"),
-        *("step sizes", "method", "own class"),
+        *("step sizes", "method", "own class", "nested cosine"),
     ],
 )
 def test_a_schedule_that_had_come_to_its_end_goes_on_when_it_is_made_longer(tmp_path: Path, schedule: str) -> None:
