@@ -20,6 +20,7 @@ from fabricate.metrics.loss_form import is_a_count
 from fabricate.metrics.loss_weight import Counted, count_labels
 from fabricate.metrics.reading import on_device
 
+_CROSS_ENTROPIES = (torch.nn.functional.cross_entropy, torch.nn.functional.nll_loss)
 _SUMS = (
     *(torch.sum, torch.Tensor.sum, torch.count_nonzero, torch.Tensor.count_nonzero, torch.dot, torch.Tensor.dot),
     *(torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.inner, torch.vdot),
@@ -31,6 +32,7 @@ _SCALING = (
     *(torch.Tensor.__add__, torch.Tensor.__radd__, torch.Tensor.__sub__, torch.Tensor.__rsub__, torch.Tensor.__mul__),
     *(torch.Tensor.__rmul__, torch.Tensor.__neg__, torch.Tensor.neg),
 )
+_PRODUCTS = (torch.mul, torch.Tensor.mul, torch.Tensor.__mul__, torch.Tensor.__rmul__)
 _ADDITIONS = (
     *(torch.add, torch.Tensor.add, torch.Tensor.add_, torch.Tensor.__add__, torch.Tensor.__radd__),
     torch.Tensor.__iadd__,
@@ -70,9 +72,18 @@ class _Reduced(NamedTuple):
     sizes: tuple[int, ...]
     """The sizes of the tensor; for a mean the number of its elements."""
     is_mean: bool = False
-    """Whether it is the result of `mean`, or a sum divided by the number of its elements, and not a function of it."""
+    """Whether it is the result of `mean` or of a loss function like mse_loss, or a sum divided by the number of its elements, perhaps
+    scaled by a number, or a sum of such means over equal sizes."""
     terms: tuple[tuple[int, ...], ...] = ()
     """For sums that were added up one by one, as in a loop over rows: the sizes of the tensor of each."""
+    means: int = 1
+    """How many means were added up, as in a loop over rows; `divisor` and `sizes` are those of one of them."""
+    mean_of_means: bool = False
+    """Whether the sum of these means was divided by their number."""
+
+    def is_over(self, rows: int | None) -> bool:
+        """Whether this is a mean of one number per row."""
+        return (self.mean_of_means and self.means == rows) or (self.is_mean and self.divisor == rows)
 
     def is_unchanged(self) -> bool:
         """Whether the result was not changed in place."""
@@ -89,7 +100,7 @@ class _Reduced(NamedTuple):
     def other_than(self, rows: int, others: Collection[int], counts: Collection[int] = ()) -> str:
         """A description if this is a mean over something other than `rows` rows, or as many values of each; else "". `others`: the sizes
         of tensors without rows. `counts`: numbers of labels. Waits for the device."""
-        if self.divisor is None or (divisor := float(self.divisor)) in counts:
+        if self.is_over(rows) or self.divisor is None or (divisor := float(self.divisor)) in counts:
             return ""
         if self.terms and not self._is_loop_over(rows, others):
             return ""
@@ -127,6 +138,8 @@ class StepWatch(TorchFunctionMode):
         """Whether a batch was weighed before."""
         self._numbers: dict[str, float] = {}
         """The first value of each metric that is a Python number."""
+        self._over_rows: dict[str, bool] = {}
+        """Whether such metrics are means of one number per row."""
         self._inspected: set[str] = set()
         """The names of those that were inspected."""
 
@@ -145,7 +158,7 @@ class StepWatch(TorchFunctionMode):
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         if _is_number(result):
-            if func in (torch.nn.functional.cross_entropy, torch.nn.functional.nll_loss):
+            if func in _CROSS_ENTROPIES:
                 self._remember(result, *args, **kwargs)
                 args = args[1:]  # a sum is one over labels
             if args and isinstance(args[0], torch.Tensor) and args[0].layout is torch.strided:
@@ -160,7 +173,7 @@ class StepWatch(TorchFunctionMode):
         described = list(_reduction(new, func, args[0], reduction))
         if func in _FUNCTIONS and len(self._functions) < _MOST_NUMBERS:
             self._functions += [(new(None, sizes), _FUNCTIONS[func]) for sizes in self._sizes_of_means(args[0])]
-        if func in _SCALING:
+        if func in _SCALING or func in _ADDITIONS:
             described += self._scaled(new, func, args)
         if func in _ADDITIONS:
             described += self._added(new, *args[:2])
@@ -185,23 +198,11 @@ class StepWatch(TorchFunctionMode):
 
     def _scaled(self, new: Callable[..., _Reduced], func: Callable[..., Any], args: tuple[Any, ...]) -> list[_Reduced]:
         """What the sum, difference, product or quotient of `args` is, if one of them is a sum or a mean."""
-        first, second = (self._reduced.get(id(arg), []) for arg in (*args, None)[:2])
-        if func not in _DIVISIONS:
-            alike = {}  # a loss that is added up over many steps is one mean
-            for each in (*first, *second):
-                divisor = each.divisor
-                if divisor is not None:
-                    alike[id(divisor) if isinstance(divisor, torch.Tensor) else divisor, each.sizes] = divisor
-            return [new(divisor, sizes) for (_, sizes), divisor in alike.items()]
-        quotients = []
-        for each in first:
-            # A mean that is divided by a mean of its weights; a number only scales it.
-            of_a_mean = math.prod(each.sizes) * args[1] if isinstance(args[1], torch.Tensor) else each.divisor
-            divisor = args[1] if each.divisor is None else of_a_mean
-            of_a_sum = each.divisor is None and not each.terms
-            is_mean = of_a_sum and not isinstance(divisor, torch.Tensor) and divisor == math.prod(each.sizes)
-            quotients.append(new(divisor, each.sizes, is_mean, each.terms))
-        return quotients
+        known = [self._reduced.get(id(arg), []) for arg in (*args, None)[:2]]
+        if func in _DIVISIONS:
+            return [_quotient(new, each, args[1]) for each in known[0]]
+        combined = _combined(new, args, known, is_product=func in _PRODUCTS)
+        return combined + (_multiples(new, known) if func in _PRODUCTS and 100 in _numbers(args) else [])
 
     def _added(self, new: Callable[..., _Reduced], *args: Any) -> Iterator[_Reduced]:
         """What the sum of two sums is, or of a sum and a number of which nothing is known, such as the 0 with which a loop begins."""
@@ -251,7 +252,7 @@ class StepWatch(TorchFunctionMode):
             )
         if labels is not None:
             for place, (name, value, weight, reduce) in enumerate(logged):
-                if weight is None and self._is_over_rows(value, rows):
+                if weight is None and self._weighs_rows(name, value, rows):
                     logged[place] = (name, value, rows, reduce)
         return labels
 
@@ -270,11 +271,23 @@ class StepWatch(TorchFunctionMode):
         for name, value, weight, reduce in logged:
             if weight is None and reduce == "mean":
                 text = self._over_other_than_rows(name, value, rows, None, others, counts)
+                text = text or self._over_columns(name, value, rows, others, counts)
                 if not text and len(counts) > 1 and name.endswith("loss"):
                     text = f"{name!r} beside cross-entropies of {' and '.join(map(str, sorted(counts)))} labels"
                 if text:
                     self._looks = 0
                     return text
+        return ""
+
+    def _over_columns(self, name: str, value: Any, rows: int, others: Collection[int], counts: Collection[int]) -> str:
+        """A description of the metric `value` if it is a mean over several values per row other than labels (the columns of a regression),
+        and rows have unequal numbers of labels; else ""."""
+        labels = {*counts, *(each.elements for each in self._found), *others}
+        if not any(count % rows for count in counts):
+            return ""
+        for each in self._all():
+            if each.is_mean and each.divisor not in labels and not each.is_over(rows) and each.is_in(value):
+                return f"{name!r} as a mean over {each.divisor} values for {rows} rows"
         return ""
 
     def _from_elsewhere(self, logged: list[Any], rows: int) -> str:
@@ -310,15 +323,28 @@ class StepWatch(TorchFunctionMode):
         """A context for the next batch of an evaluation whose metrics are weighted by rows; None if enough batches were inspected."""
         return StepWatch(self._looks - 1) if self._looks > 1 else None
 
-    def _is_over_rows(self, value: Any, rows: int | None) -> bool:
-        """Whether a metric is a mean of one number per row, also as a sum that the step divided by the number of rows. May wait for the
-        device if the step made a Python number of it."""
-        if any(each.is_mean and each.divisor == rows and each.is_in(value) for each in self._all()):
-            return True
-        if not rows or not isinstance(value, float):
-            return False
-        sums = (each.result for each in self._sums() if each.sizes == (rows,) and each.is_unchanged())
-        return any(number / rows == value for number in (float(each) for each in sums))
+    def _weighs_rows(self, name: str, value: Any, rows: int | None) -> bool:
+        """Whether a metric is a mean of one number per row. If the step made a Python number of it, the first one that says so decides for
+        the later ones, which may be rounded, or equal to something else by chance; this may wait for the device."""
+        if not isinstance(value, float) or not rows:
+            return any(each.is_over(rows) and each.is_in(value) for each in self._all())
+        if name not in self._over_rows:
+            is_over = self._is_made_of_mean_over(value, rows)
+            if value in (0, 1, 100):  # the usual values of many metrics
+                return is_over
+            self._over_rows[name] = is_over
+        return self._over_rows[name]
+
+    def _is_made_of_mean_over(self, value: float, rows: int) -> bool:
+        """Whether `value` is a mean of one number per row, its difference from 1, or a hundred times these (a percentage), also if the mean
+        was made of a sum outside of torch. Waits for the device."""
+        sums = [each for each in self._sums() if each.is_unchanged()]
+        if not value and any(each.sizes != (rows,) and not float(each.result) for each in sums):
+            return False  # it may come from this sum
+        means = [float(each.result) for each in self._all() if each.is_over(rows) and each.is_unchanged()]
+        means += [float(each.result) / rows for each in sums if each.sizes == (rows,)]
+        made = [scale * part for mean in means for part in (mean, 1 - mean) for scale in (1, 100)]
+        return any(math.isclose(value, each) for each in made)
 
     def gives_losses_over_rows(self, logged: list[Any], rows: int) -> bool:
         """Whether the losses in `logged`, or all its entries if none is called a loss, are recorded means over one value for each of `rows`
@@ -416,11 +442,50 @@ def _reduction(
 ) -> Iterator[_Reduced]:
     """What the 0-dim result of `func` is, if it is a sum or a mean over `values`."""
     if func in (torch.mean, torch.Tensor.mean) or reduction == "mean":
-        yield new(values.numel(), (values.numel(),), reduction is None)
+        yield new(values.numel(), (values.numel(),), func not in _CROSS_ENTROPIES)  # which leave out labels
+    elif reduction == "batchmean":
+        yield new(len(values), (len(values),), True)
     elif func in (torch.nanmean, torch.Tensor.nanmean):
         yield new((~values.isnan()).sum(), tuple(values.shape))
     elif func in _SUMS or reduction == "sum":
         yield new(None, tuple(values.shape))
+
+
+def _combined(
+    new: Callable[..., _Reduced], args: tuple[Any, ...], known: list[list[_Reduced]], is_product: bool
+) -> list[_Reduced]:
+    """What a sum, difference or product of `args` is, of which sums and means are `known`."""
+    means = [[each for each in part if each.divisor is not None] for part in known]
+    every = [*means[0], *means[1]]
+    alike = {}  # a loss that is added up over many steps is one mean
+    for each in every:
+        alike[id(each.divisor) if isinstance(each.divisor, torch.Tensor) else each.divisor, each.sizes] = each
+    is_linear = len(_numbers(args)) + sum(map(bool, means)) == len(args) and not (is_product and all(means))
+    is_mean = is_linear and len(alike) == 1 and all(each.is_mean for each in every)
+    count = sum(part[0].means for part in means if part)
+    return [new(each.divisor, each.sizes, is_mean, means=count) for each in alike.values()]
+
+
+def _multiples(new: Callable[..., _Reduced], known: list[list[_Reduced]]) -> list[_Reduced]:
+    """What multiples of `known` sums are, such as a percentage before its division."""
+    sums = (each for part in known for each in part if each.divisor is None)
+    return [new(None, each.sizes, False, each.terms or (each.sizes,)) for each in sums]
+
+
+def _numbers(args: tuple[Any, ...]) -> list[int | float]:
+    return [arg for arg in args if isinstance(arg, int | float)]
+
+
+def _quotient(new: Callable[..., _Reduced], dividend: _Reduced, divisor: Any) -> _Reduced:
+    """What a sum or mean is that was divided by `divisor`."""
+    sizes, terms, means = dividend.sizes, dividend.terms, dividend.means
+    number = None if isinstance(divisor, torch.Tensor) else divisor
+    if dividend.divisor is None:
+        is_mean = len(terms) <= 1 and number == math.prod(sizes)
+        return new(divisor, sizes, is_mean, terms)
+    if number is None:  # a mean that is divided by a mean of its weights
+        return new(math.prod(sizes) * divisor, sizes, False, terms)
+    return new(dividend.divisor, sizes, dividend.is_mean, terms, means, mean_of_means=number == means > 1)
 
 
 def _is_number(result: Any) -> bool:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.nn.functional import cross_entropy, nll_loss
+from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, kl_div, mse_loss, nll_loss
 
 from fabricate import ConfigurationError
 from fabricate.metrics.step_watch import StepWatch
@@ -89,7 +89,101 @@ def test_a_sum_of_one_number_per_row_divided_by_the_rows_weighs_rows(mean: Any) 
             ("tokens", right.sum() / LABELLED.sum(), None, "mean"),
         ]
     assert float(watch.weigh(logged, rows=6)) == 4
-    assert [weight if weight is None else float(weight) for _, _, weight, _ in logged] == [4, 6, None, None]
+    assert [weight if weight is None else float(weight) for _, _, weight, _ in logged] == [4, 6, 6, None]
+
+
+PER_ROW = torch.tensor([0.5, 1.0, -2.0])
+
+
+def _in_a_loop(means: list[torch.Tensor]) -> torch.Tensor:
+    total = torch.zeros(())
+    for mean in means:
+        total += mean
+    return total
+
+
+@pytest.mark.parametrize(
+    ("value", "is_over_rows"),
+    [
+        (lambda: mse_loss(PER_ROW, torch.ones(3)), True),
+        (lambda: 0.5 * binary_cross_entropy_with_logits(PER_ROW, torch.ones(3)), True),
+        (lambda: kl_div(PER_ROW[:, None].log_softmax(1), torch.ones(3, 1), reduction="batchmean"), True),
+        (lambda: 100 * (1 - (PER_ROW > 0).float().mean()), True),
+        (lambda: 100 * (PER_ROW > 0).sum() / len(PER_ROW), True),
+        (lambda: (PER_ROW.mean() + PER_ROW.abs().mean()) / 2, True),
+        (lambda: sum(LOGITS[: 1 + row].mean() for row in range(3)) / 3, True),
+        (lambda: _in_a_loop([LOGITS[: 1 + row].mean() for row in range(3)]) / 3, True),
+        (lambda: (LOGITS[:1].mean() + LOGITS[:2].mean()) / 2, False),
+        (lambda: PER_ROW.mean() * PER_ROW.abs().mean(), False),
+        (lambda: PER_ROW.mean() / PER_ROW.abs().mean(), False),
+        (lambda: PER_ROW.mean() + PER_ROW.max(), False),
+        (lambda: mse_loss(LOGITS, torch.ones_like(LOGITS)), False),
+        (lambda: PER_ROW.max(), False),
+    ],
+)
+def test_losses_sums_and_multiples_of_means_over_rows_weigh_rows(value: Any, is_over_rows: bool) -> None:
+    watch = StepWatch()
+    with torch.no_grad(), watch:
+        logged: list[Any] = [("loss", cross_entropy(LOGITS, TARGET), None, "mean"), ("value", value(), None, "mean")]
+    assert float(watch.weigh(logged, rows=3)) == 4
+    assert logged[1][2] == (3 if is_over_rows else None)
+
+
+@pytest.mark.parametrize(
+    "metric",
+    [
+        lambda right: 100 * right.sum().item() / len(right),
+        lambda right: 100 * right.float().mean().item(),
+        lambda right: 1 - right.float().mean().item(),
+    ],
+)
+@pytest.mark.parametrize("counts", [[1, 0, 2, 3], [0, 1, 2, 0], [3, 2, 1, 0]])
+def test_a_python_number_made_of_a_mean_over_rows_weighs_rows_in_every_batch(metric: Any, counts: list[int]) -> None:
+    watch = StepWatch()
+    for count in counts:
+        with torch.no_grad(), watch:
+            right = torch.arange(3) < count
+            logged: list[Any] = [("loss", cross_entropy(LOGITS, TARGET), None, "mean")]
+            logged.append(("right", float(metric(right)), None, "mean"))
+        watch.weigh(logged, rows=3)
+        assert logged[1][2] == 3
+
+
+def test_a_python_number_that_is_rounded_later_keeps_the_weight_that_it_had_before() -> None:
+    watch = StepWatch()
+    for count in (2, 3, 5):
+        with torch.no_grad(), watch:
+            mean = (torch.arange(8) < count).float().mean().item()
+            logged: list[Any] = [("loss", cross_entropy(LOGITS, TARGET), None, "mean")]
+            logged.append(("right", round(mean, 2), None, "mean"))
+        watch.weigh(logged, rows=8)
+        assert logged[1][2] == 8
+
+
+def test_a_python_number_that_equals_a_mean_over_rows_by_chance_keeps_the_weight_that_it_had_before() -> None:
+    watch = StepWatch()
+    for right_labels, right_rows in ((3, 2), (2, 2), (4, 4), (1, 3)):
+        with torch.no_grad(), watch:
+            (torch.arange(4) < right_rows).sum()
+            logged: list[Any] = [("loss", cross_entropy(LOGITS, TARGET), None, "mean")]
+            logged.append(("tokens", right_labels / 4, None, "mean"))
+        watch.weigh(logged, rows=4)
+        assert logged[1][2] is None
+
+
+def test_a_multiple_of_a_cross_entropy_with_as_many_labels_as_rows_weighs_those_that_count() -> None:
+    watch = StepWatch()
+    with torch.no_grad(), watch:
+        loss = cross_entropy(LOGITS, TARGET)
+        logged: list[Any] = [("loss", loss, None, "mean"), ("twice", 2 * loss, None, "mean")]
+    assert float(watch.weigh(logged, rows=6)) == 4
+    assert logged[1][2] is None
+
+
+def test_a_mean_over_the_columns_of_all_rows_is_named_beside_a_cross_entropy_of_other_labels() -> None:
+    texts = _beside(lambda batch: mse_loss(LOGITS, torch.full_like(LOGITS, batch)))
+    assert texts == ["'number' as a mean over 30 values for 6 rows", "", "", "", ""]
+    assert _beside(lambda batch: mse_loss(LOGITS[:, 0], torch.full((6,), batch))) == [""] * 5
 
 
 def _beside(number: Any, rows: int = 6) -> list[str]:
