@@ -33,7 +33,7 @@ _PRODUCTS = ("DotBackward0", "VdotBackward0", "BmmBackward0")
 """Products that sum over all elements if their result is one number: of two vectors, and that of an einsum."""
 _NON_LINEAR = frozenset(
     {
-        *("Sqrt", "Rsqrt", "Pow", "Reciprocal", "Exp", "Expm1", "Log", "Log2", "Log10", "Log1p", "Abs", "Relu", "Tanh"),
+        *("Sqrt", "Rsqrt", "Pow", "Reciprocal", "Exp", "Expm1", "Log", "Log2", "Log10", "Log1P", "Abs", "Relu", "Tanh"),
         *("Sigmoid", "LogSigmoid", "Softplus", "Softmax", "LogSoftmax", "Logsumexp"),
         *("Maximum", "Minimum", "Max", "Min"),
     }

@@ -347,6 +347,7 @@ def focused(loss: torch.Tensor) -> torch.Tensor:
         (lambda: mse_loss(LOGITS, LOGITS.detach() + 1).sqrt(), 6, "Sqrt"),
         (lambda: 0.5 * (LOGITS.square().mean() + 1e-8) ** 0.5 + BIAS.square().sum(), 6, "Pow"),
         (lambda: 1 / EACH.mean(), 6, "Reciprocal"),
+        (lambda: mse_loss(LOGITS, LOGITS.detach() + 1).log1p(), 6, "Log1P"),
         (lambda: -(EACH.sum() / 6).log(), 6, "Log"),
         (lambda: cross_entropy(LOGITS, TARGET).exp(), 6, "Exp"),
         (lambda: EACH.mean(0).sqrt(), 6, "Sqrt"),
@@ -707,6 +708,20 @@ def test_losses_weigh_rows_to_the_end_if_they_did_at_first_also_after_a_resume(
     assert capsys.readouterr().err.count("so this loss is weighted by the number of rows") == 1
     torch.testing.assert_close(train(tmp_path / "resumed", 1, 2), whole, rtol=0, atol=0)
     assert "earlier losses were not plain cross-entropies, so this loss is weighted by" in capsys.readouterr().err
+
+
+def test_the_note_about_a_sum_over_labels_divided_by_the_rows_does_not_tell_of_earlier_losses(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    class Sums(Tagger):
+        def loss(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+            logits, labels = self.layer(batch["x"]).flatten(0, 1), batch["labels"]
+            return cross_entropy(logits, labels.flatten(), reduction="sum") / len(labels)
+
+    fit(Sums(), gradient_accumulation_steps=2)
+    output = capsys.readouterr().err
+    assert "not a plain cross-entropy (it comes from NllLoss)" in output
+    assert "earlier losses" not in output
 
 
 def test_one_micro_batch_in_one_process_is_trained_to_the_last_bit_as_by_hand() -> None:

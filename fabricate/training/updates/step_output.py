@@ -117,7 +117,7 @@ class Made(NamedTuple):
 
     def is_plain(self) -> bool:
         """Whether the loss is a cross-entropy and nothing else."""
-        return self.operation.startswith("NllLoss")
+        return self.operation.startswith("NllLoss") and bool(self.cross_entropies)
 
     def part(self) -> str:
         """The reason why the loss seems to be a mean over something other than rows; "" if there is none. Waits for the device."""
