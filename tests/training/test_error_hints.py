@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed.tensor.debug import CommDebugMode
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 from fabricate import FSDP, Callback, Trainer, TrainModule
 from fabricate.testing import run_ranks
@@ -38,6 +38,22 @@ def failure(module: TrainModule, **arguments: Any) -> tuple[str, str]:
     except Exception as exc:
         return type(exc).__name__, "".join(traceback.format_exception_only(exc))
     return "", ""
+
+
+def test_a_batch_norm_over_one_row_is_explained_and_the_remedy_works() -> None:
+    class Normed(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))  # type: ignore[assignment]
+
+    def fit(drop_last: bool) -> int:
+        loader = DataLoader(TensorDataset(torch.rand(7, 4)), batch_size=3, drop_last=drop_last)
+        return Trainer(max_epochs=1, progress=False).fit(Normed(), loader).steps
+
+    with pytest.raises(ValueError, match="Expected more than 1 value per channel") as caught:
+        fit(drop_last=False)
+    assert "Give train as a DataLoader(..., drop_last=True)" in "".join(caught.value.__notes__)
+    assert fit(drop_last=True) == 2
 
 
 # ------------------------------------------------------------------------------------------------- devices

@@ -47,6 +47,11 @@ def explain(run: Run, exc: BaseException) -> str:
         return (
             "a plugin logs through the module: take module as an argument of the hook, and call module.log(name, value)"
         )
+    if "Expected more than 1 value per channel" in text:
+        return (
+            "a batch norm needs several rows, and this micro-batch has one (or stands in for a rank without rows), because the number of "
+            "rows is no multiple of those of an update. Give train as a DataLoader(..., drop_last=True), or choose another batch size"
+        )
     return _of_torch(run, exc, text) if isinstance(exc, RuntimeError) else ""
 
 
