@@ -139,7 +139,7 @@ class StepWatch(TorchFunctionMode):
         self._numbers: dict[str, float] = {}
         """The first value of each metric that is a Python number."""
         self._over_rows: dict[str, bool] = {}
-        """Whether such metrics are means of one number per row."""
+        """For each metric beside a cross-entropy: whether it is a mean of one number per row."""
         self._inspected: set[str] = set()
         """The names of those that were inspected."""
 
@@ -324,14 +324,15 @@ class StepWatch(TorchFunctionMode):
         return StepWatch(self._looks - 1) if self._looks > 1 else None
 
     def _weighs_rows(self, name: str, value: Any, rows: int | None) -> bool:
-        """Whether a metric is a mean of one number per row. If the step made a Python number of it, the first one that says so decides for
-        the later ones, which may be rounded, or equal to something else by chance; this may wait for the device."""
-        if not isinstance(value, float) or not rows:
-            return any(each.is_over(rows) and each.is_in(value) for each in self._all())
+        """Whether a metric is a mean of one number per row. The first value that says so decides for the later ones: a Python number may be
+        rounded, or equal to something else by chance, and this may wait for the device."""
         if name not in self._over_rows:
-            is_over = self._is_made_of_mean_over(value, rows)
-            if value in (0, 1, 100):  # the usual values of many metrics
-                return is_over
+            if not rows or not isinstance(value, float):
+                is_over = any(each.is_over(rows) and each.is_in(value) for each in self._all())
+            else:
+                is_over = self._is_made_of_mean_over(value, rows)
+                if value in (0, 1, 100):  # the usual values of many metrics
+                    return is_over
             self._over_rows[name] = is_over
         return self._over_rows[name]
 

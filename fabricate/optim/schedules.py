@@ -99,7 +99,7 @@ def state_of(scheduler: Any) -> dict[str, Any]:
 
 def load_state(scheduler: Any, state: dict[str, Any]) -> None:
     """Restore what `state_of` returned."""
-    held = held_by(scheduler)
+    held = {name: each for name, each in held_by(scheduler).items() if name in state}
     for name, each in held.items():
         load_state(each, state[name])
     scheduler.load_state_dict(state | held)

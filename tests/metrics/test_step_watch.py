@@ -171,6 +171,16 @@ def test_a_python_number_that_equals_a_mean_over_rows_by_chance_keeps_the_weight
         assert logged[1][2] is None
 
 
+def test_a_mean_of_two_metrics_keeps_its_weight_in_a_batch_of_two_rows() -> None:
+    watch = StepWatch()
+    for rows in (6, 2):
+        with torch.no_grad(), watch:
+            both = (LOGITS[LABELLED].mean() + LOGITS[:, 0].mean()) / 2
+            logged: list[Any] = [("loss", cross_entropy(LOGITS, TARGET), None, "mean"), ("both", both, None, "mean")]
+        watch.weigh(logged, rows=rows)
+        assert logged[1][2] is None
+
+
 def test_a_multiple_of_a_cross_entropy_with_as_many_labels_as_rows_weighs_those_that_count() -> None:
     watch = StepWatch()
     with torch.no_grad(), watch:
