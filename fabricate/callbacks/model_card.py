@@ -41,6 +41,12 @@ _GOES_ON = (
 )
 
 
+_NOT_MEASURED = (
+    "The last fit of the run did not write these weights, so their validation is not known: an earlier fit wrote them, or they were "
+    "exported from a checkpoint."
+)
+
+
 def write_card(
     run_dir: Path,
     folder: Path,
@@ -59,12 +65,14 @@ def write_card(
     from huggingface_hub import ModelCard
 
     settings = {name: each["value"] for name, each in _plan(run_dir)["settings"].items()}
-    starts = [event for event in _lines(run_dir / "events.jsonl") if event["event"] == "started"]
-    started = starts[-1] if starts else {}
-    measured = _measured(run_dir, settings if ended else {}, started)
+    events = [event for event in _lines(run_dir / "events.jsonl") if event["event"] in ("started", "exported")]
+    started: dict[str, Any] = next((event for event in reversed(events) if event["event"] == "started"), {})
+    is_exported = bool(events) and events[-1]["event"] == "exported"
+    is_known = is_exported or not ended
+    measured = _measured(run_dir, is_exported and events[-1]["best"], started) if is_known else None
     file, name = folder / "README.md", repo.rpartition("/")[2]
     data = _metadata(folder, name, settings, measured, datasets)
-    state = [] if ended else ["", _GOES_ON]
+    state = [] if is_exported else ["", _NOT_MEASURED if ended else _GOES_ON]
     text = "\n".join([_BEGIN, *_body(folder, repo, settings, started, measured), *state, _END])
     if file.exists():
         card = ModelCard.load(file, ignore_metadata_errors=True)
@@ -72,6 +80,9 @@ def write_card(
         for key, value in metadata.items():
             if key == "model-index" or not card.data.get(key):
                 card.data[key] = value
+        if measured is None and _BEGIN in card.text:
+            card.data.eval_results = None  # those of an earlier card
+            card.data.pop("model-index", None)
         before, _, rest = card.text.partition(_BEGIN)
         parts = (before, text, rest.partition(_END)[2])
         card.text = "\n\n".join(part.strip() for part in parts if part.strip()) + "\n"
@@ -99,10 +110,10 @@ def _lines(file: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in file.read_text(encoding="utf-8").split("\n")[:-1]]
 
 
-def _measured(run_dir: Path, settings: dict[str, Any], started: dict[str, Any]) -> dict[str, Any] | None:
-    """The line of the validation of these weights: under `load_best` the best, else the last; None if there is none."""
+def _measured(run_dir: Path, best: bool, started: dict[str, Any]) -> dict[str, Any] | None:
+    """The line of the validation of the weights of the last fit, or of its `best` weights (`load_best`); None if there is none."""
     lines = [line for line in _lines(run_dir / "metrics.jsonl") if line["stage"] == "validate"]
-    if settings.get("load_best"):
+    if best:
         keep = started["keep"]
         sign = 1 if keep["mode"] == "min" else -1
         scored = [line for line in lines if isinstance(line["metrics"].get(keep["metric"]), int | float)]

@@ -96,6 +96,7 @@ def _export(run: Run) -> None:
         return
     final = run.run_dir / "model"
     write_model(run, final)
+    run.journal.event("exported", best=run.settings.load_best)
     if run.calls.on_export is not None:
         run.calls.on_export(run.trainer, run.module, final)
 

@@ -68,6 +68,8 @@ def _before_updates(run: Run, agenda: Agenda) -> str:
             run.module.print(f"already complete: nothing to train ({limit} reached at step {run.progress.step})")
         elif stopped:
             run.module.print(f"already complete: nothing to train ({stopped}, at step {run.progress.step})")
+        else:
+            _note_model(run)
         return limit or stopped
     elif run.progress.step == 0 and not limit_reached(run):
         with run.journal.stopwatch.apart():
@@ -76,6 +78,14 @@ def _before_updates(run: Run, agenda: Agenda) -> str:
             else:
                 check_validation(run)
     return ""
+
+
+def _note_model(run: Run) -> None:
+    if run.run_dir is not None and (run.run_dir / "model").exists():
+        run.journal.note(
+            f"training goes on at step {run.progress.step}, and RUN_DIR/model/ keeps the weights that an earlier fit wrote until this one "
+            "completes"
+        )
 
 
 def windows(run: Run) -> Iterator[Window]:

@@ -88,7 +88,8 @@ def prepare_fit(run: Run, resolved: Resolved, data: Data, resume: str | os.PathL
         staging = Staging() if engine.device.type == "cpu" else DeviceStaging(engine.device)
         run.checkpoints.background = Background(engine.beside(), staging)
     if run.run_dir is not None and engine.rank == 0:
-        _write_plan(run.run_dir, plan)
+        if path is None:
+            _write_plan(run.run_dir, plan)
         write_ranks(run.run_dir, run.run_id, engine.addresses(), run.calls.places())
     engine.barrier()
     _check_shared(run)
@@ -104,6 +105,8 @@ def prepare_fit(run: Run, resolved: Resolved, data: Data, resume: str | os.PathL
     run.optim.modes = eval_modes(run.module)
     if path is not None:
         resuming.resume(run, path)
+        if run.run_dir is not None and engine.rank == 0:
+            _write_plan(run.run_dir, plan)  # not before: a fit that is refused leaves the plan of the run as it is
     train_mode(run)
     compare(run)  # `on_fit_start` or `on_load` may have changed weights on one rank only
     leave_out_frozen_weights(run)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,8 @@ from huggingface_hub import constants
 from safetensors.torch import load, load_file, save_file
 
 from fabricate import Callback, CheckpointError, ConfigurationError, FabricateError, HubPush, Trainer, TrainModule
+from fabricate.callbacks.model_card import write_card
+from fabricate.checkpoint.convert.exporting import export
 from fabricate.cli.main import main
 from fabricate.testing import run_ranks
 from tests.support.hub import TOKEN, Hub, serving
@@ -284,3 +287,61 @@ def test_an_export_replaces_nothing(tmp_path: Path) -> None:
     trainer = Trainer(max_steps=2, run_dir=tmp_path / "run", plugins=[Exports()], progress=False)
     with pytest.raises(CheckpointError, match="exists already"):
         trainer.fit(Net(), ROWS, batch_size=4)
+
+
+class StopAt(Callback):
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step(self, trainer: Trainer, step: int) -> None:
+        if step == self.step:
+            assert trainer.run_dir is not None
+            (trainer.run_dir / "stop").touch()
+            time.sleep(1.5)  # the file is looked for once per second
+
+
+def _card(run_dir: Path) -> str:
+    write_card(run_dir, run_dir / "model", "me/tiny")
+    return (run_dir / "model" / "README.md").read_text()
+
+
+def test_a_card_has_the_validation_of_the_weights_in_model_or_none(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fit(epochs: int, *plugins: Any, **options: Any) -> None:
+        trainer = Trainer(max_epochs=epochs, run_dir=tmp_path, seed=1, progress=False, plugins=plugins, **options)
+        trainer.fit(Net(), ROWS, ROWS, batch_size=4)
+
+    best: Any = {"load_best": True, "keep": {"last": 1, "best": 1, "metric": "val_loss"}}
+    fit(1)
+    assert "## Validation, step 4" in _card(tmp_path)
+    weights = (tmp_path / "model" / "model.safetensors").read_bytes()
+    fit(9, StopAt(8))
+    assert (tmp_path / "model" / "model.safetensors").read_bytes() == weights
+    assert "training goes on at step 4, and RUN_DIR/model/ keeps the weights" in capsys.readouterr().err
+    card = _card(tmp_path)
+    assert "## Validation" not in card
+    assert "model-index" not in card
+    assert "their validation is not known" in card
+    fit(3)
+    assert "## Validation, step 12" in _card(tmp_path)
+    fit(3)  # already complete
+    assert "## Validation, step 12" in _card(tmp_path)
+    assert "RUN_DIR/model/ keeps" in capsys.readouterr().err  # of the third fit alone
+    fit(9, StopAt(16), **best)
+    shutil.rmtree(tmp_path / "model")
+    (tmp_path / "model").mkdir()
+    export(tmp_path, tmp_path / "model" / "model.safetensors", "safetensors")
+    assert "## Validation" not in _card(tmp_path)
+
+
+def test_a_fit_that_is_refused_leaves_the_plan_of_the_run(tmp_path: Path) -> None:
+    def fit(batch_size: int) -> None:
+        trainer = Trainer(max_epochs=2, run_dir=tmp_path, seed=1, progress=False)
+        trainer.fit(Net(), ROWS, ROWS, batch_size=batch_size)
+
+    fit(4)
+    before = (tmp_path / "plan.json").read_bytes()
+    with pytest.raises(CheckpointError, match="saved with global_batch_size=4"):
+        fit(8)
+    assert (tmp_path / "plan.json").read_bytes() == before
