@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from fabricate.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from huggingface_hub import EvalResult, ModelCardData
+    from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 _BEGIN, _END = "<!-- fabricate: begin -->", "<!-- fabricate: end -->"
 """The text between these two lines is replaced each time; the text around them is kept."""
@@ -68,29 +68,36 @@ def write_card(
     events = [event for event in _lines(run_dir / "events.jsonl") if event["event"] in ("started", "exported")]
     started: dict[str, Any] = next((event for event in reversed(events) if event["event"] == "started"), {})
     is_exported = bool(events) and events[-1]["event"] == "exported"
-    is_known = is_exported or not ended
-    measured = _measured(run_dir, is_exported and events[-1]["best"], started) if is_known else None
+    measured, state = None, "" if is_exported else _NOT_MEASURED if ended else _GOES_ON
+    if is_exported or not ended:
+        measured = _measured(run_dir, is_exported and events[-1]["best"], started)
     file, name = folder / "README.md", repo.rpartition("/")[2]
     data = _metadata(folder, name, settings, measured, datasets)
-    state = [] if is_exported else ["", _NOT_MEASURED if ended else _GOES_ON]
-    text = "\n".join([_BEGIN, *_body(folder, repo, settings, started, measured), *state, _END])
-    if file.exists():
-        card = ModelCard.load(file, ignore_metadata_errors=True)
-        metadata: dict[str, Any] = data.to_dict()  # type: ignore[no-untyped-call]
-        for key, value in metadata.items():
-            if key == "model-index" or not card.data.get(key):
-                card.data[key] = value
-        if measured is None and _BEGIN in card.text:
-            card.data.eval_results = None  # those of an earlier card
-            card.data.pop("model-index", None)
-        before, _, rest = card.text.partition(_BEGIN)
-        parts = (before, text, rest.partition(_END)[2])
-        card.text = "\n\n".join(part.strip() for part in parts if part.strip()) + "\n"
-    else:
-        card = ModelCard(f"---\n{data.to_yaml()}\n---\n\n# {name}\n\n{text}\n")
+    text = "\n".join([_BEGIN, *_body(folder, repo, settings, started, measured), *(["", state] if state else []), _END])
+    new = f"---\n{data.to_yaml()}\n---\n\n# {name}\n\n{text}\n"
+    card = _completed(file, data, text) if file.exists() else ModelCard(new)
     if license is not None:
         card.data["license"] = license
     card.save(file)
+
+
+def _completed(file: Path, data: ModelCardData, text: str) -> ModelCard:
+    """The card in `file`, with what is missing of `data`, and with `text` in the place of that of an earlier card."""
+    from huggingface_hub import ModelCard
+
+    card: ModelCard = ModelCard.load(file, ignore_metadata_errors=True)
+    there: Any = card.data
+    if _BEGIN in card.text:
+        there.eval_results = None  # those of the earlier card
+        there.pop("model-index", None)
+    metadata: dict[str, Any] = data.to_dict()  # type: ignore[no-untyped-call]
+    for key, value in metadata.items():
+        if key == "model-index" or not there.get(key):
+            there[key] = value
+    before, _, rest = card.text.partition(_BEGIN)
+    parts = (before, text, rest.partition(_END)[2])
+    card.text = "\n\n".join(part.strip() for part in parts if part.strip()) + "\n"
+    return card
 
 
 def _plan(run_dir: Path) -> dict[str, Any]:
