@@ -24,7 +24,7 @@ from fabricate.cli.tables import print_table
 from fabricate.errors import ConfigurationError, size_text
 
 _SHOWN_SETTINGS = ("strategy", "world_size", "precision", "global_batch_size", "total_steps")
-_ORDINARY = ("saved", "loss_weight", "observed", "started", "ended")  # every run records these; others get a line
+_ORDINARY = ("saved", "loss_weight", "observed", "started", "exported", "ended")  # of every run; others get a line
 _TIMES = ("in_fit", "saving", "wall", "training", "evaluating", "starting", "lost", "down", "other")
 
 
