@@ -92,7 +92,7 @@ def test_a_report_agrees_with_the_files(run: Path) -> None:
     assert values["metrics"]["val_loss"]["last"] == {"value": losses[6], "step": 6}
     saved = json.loads((run / "checkpoints/step-00000006/manifest.json").read_text())["manifest"]["progress"]
     assert values["time"]["in_fit"] == saved["seconds"] >= recorded[-1]["clock"]["seconds"]
-    assert [incident["event"] for incident in values["incidents"]] == ["resumed"]
+    assert [incident["event"] for incident in values["incidents"]] == ["resumed", "note"]
     clocks = [line["clock"] for line in recorded if line["stage"] == "train"]
     laps = [clock["seconds_per_step"] for clock in clocks]  # of two steps each
     assert values["rates"]["seconds_per_step"] == pytest.approx(sum(laps) / len(laps))
