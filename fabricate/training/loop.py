@@ -83,8 +83,7 @@ def _before_updates(run: Run, agenda: Agenda) -> str:
 def _note_model(run: Run) -> None:
     if run.run_dir is not None and (run.run_dir / "model").exists():
         run.journal.note(
-            f"training goes on at step {run.progress.step}, and RUN_DIR/model/ keeps the weights that an earlier fit wrote until this one "
-            "completes"
+            f"training continues at step {run.progress.step}. Until this fit completes, RUN_DIR/model/ holds the weights of an earlier fit"
         )
 
 

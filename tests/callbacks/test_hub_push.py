@@ -318,7 +318,7 @@ def test_a_card_has_the_validation_of_the_weights_in_model_or_none(
     weights = (tmp_path / "model" / "model.safetensors").read_bytes()
     fit(9, StopAt(8))
     assert (tmp_path / "model" / "model.safetensors").read_bytes() == weights
-    assert "training goes on at step 4, and RUN_DIR/model/ keeps the weights" in capsys.readouterr().err
+    assert "training continues at step 4. Until this fit completes, RUN_DIR/model/ holds" in capsys.readouterr().err
     card = _card(tmp_path)
     assert "## Validation" not in card
     assert "model-index" not in card
@@ -327,7 +327,7 @@ def test_a_card_has_the_validation_of_the_weights_in_model_or_none(
     assert "## Validation, step 12" in _card(tmp_path)
     fit(3)  # already complete
     assert "## Validation, step 12" in _card(tmp_path)
-    assert "RUN_DIR/model/ keeps" in capsys.readouterr().err  # of the third fit alone
+    assert "RUN_DIR/model/ holds" in capsys.readouterr().err  # of the third fit alone
     fit(9, StopAt(16), **best)
     shutil.rmtree(tmp_path / "model")
     (tmp_path / "model").mkdir()

@@ -52,7 +52,7 @@ def test_a_batch_norm_over_one_row_is_explained_and_the_remedy_works() -> None:
 
     with pytest.raises(ValueError, match="Expected more than 1 value per channel") as caught:
         fit(drop_last=False)
-    assert "Give train as a DataLoader(..., drop_last=True)" in "".join(caught.value.__notes__)
+    assert "Pass train as a DataLoader with drop_last=True" in "".join(caught.value.__notes__)
     assert fit(drop_last=True) == 2
 
 

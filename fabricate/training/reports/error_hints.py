@@ -49,8 +49,8 @@ def explain(run: Run, exc: BaseException) -> str:
         )
     if "Expected more than 1 value per channel" in text:
         return (
-            "a batch norm needs several rows, and this micro-batch has one (or stands in for a rank without rows), because the number of "
-            "rows is no multiple of those of an update. Give train as a DataLoader(..., drop_last=True), or choose another batch size"
+            "a batch norm needs several rows, but the last micro-batch of an epoch has one row. Pass train as a DataLoader with "
+            "drop_last=True, which leaves out the last, incomplete update, or choose another batch size"
         )
     return _of_torch(run, exc, text) if isinstance(exc, RuntimeError) else ""
 
