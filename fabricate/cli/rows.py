@@ -60,22 +60,30 @@ def rows(
     if row is not None and rank is not None:
         raise ConfigurationError("--rank needs --step; --row already shows the rank that read the row")
     recorded = fits(read_run(run_dir), sampler=script is not None)
-    data = _Data(script, arguments, recorded) if script is not None else None
+    data = _Data(script, arguments, _described(recorded, step)) if script is not None else None
     orders: Orders = recorded_order if data is None else data.order
     shown = _of_row(recorded, row, orders) if row is not None else _of_step(recorded, step or 0, rank, orders)
     numbers = [shown["row"]] if row is not None else [number for part in shown["parts"] for number in part["rows"]]
     if data is not None:
         shown["data"] = data.texts(numbers)
+        for note in data.notes:
+            click.echo(f"note: {note}", err=True)
     if as_json:
         click.echo(json.dumps(shown, indent=1))
     else:
         _print(shown)
 
 
+def _described(recorded: list[Fit], step: int | None) -> Mapping[str, Any]:
+    """The description of the data that made a step; without a step, of the last fit's data."""
+    made = (fit.data for fit in recorded if step is not None and fit.begin < step <= fit.end)
+    return next(made, recorded[-1].data)
+
+
 def _of_step(recorded: list[Fit], step: int, rank: int | None, orders: Orders) -> dict[str, Any]:
     """The rows of a step, as JSON values."""
     epoch, parts = rows_of_step(recorded, step, orders)
-    data = next(fit.data for fit in recorded if fit.begin < step <= fit.end)
+    data = _described(recorded, step)
     ranks, per_row = data["ranks"] * data["ranks_per_row"], data["ranks_per_row"]
     if rank is not None:
         if rank >= ranks:
@@ -118,10 +126,10 @@ def _print(shown: Mapping[str, Any]) -> None:
 class _Data:
     """The training data of a script: the order of its rows, and the rows."""
 
-    def __init__(self, script: Path, arguments: Sequence[str], recorded: list[Fit]) -> None:
+    def __init__(self, script: Path, arguments: Sequence[str], recorded: Mapping[str, Any]) -> None:
         from fabricate.cli.recorded.script_data import opened
 
-        self._source = opened(script, arguments, recorded[-1].data)
+        self._source, self.notes = opened(script, arguments, recorded)
 
     def order(self, data: Mapping[str, Any], epoch: int) -> Any:
         """The order of an epoch, as the fit drew it."""

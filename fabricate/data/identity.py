@@ -6,9 +6,9 @@ import dataclasses
 import os
 import sys
 from collections import UserDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import CodeType, FunctionType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -120,6 +120,30 @@ def indices(data: Any, samplers: Iterable[Any]) -> str | None:
     own = [getattr(sampler, "indices", None) for sampler in samplers]
     listed += [each for each in own if isinstance(each, Sequence | np.ndarray | torch.Tensor)]
     return digest([np.asarray(each) for each in listed]) if listed else None
+
+
+class Changed(NamedTuple):
+    """Two fingerprints that differ: of the attributes `names` of a data set, or, without names, of all of it."""
+
+    then: str
+    now: str
+    names: list[str]
+
+
+def changed_rows(then: Mapping[str, Any], now: Mapping[str, Any]) -> Changed | None:
+    """How the recorded identity of some data differs from that of data now; None if nothing that both know differs."""
+    if differ("fingerprint", then, now):
+        return Changed(then["fingerprint"], now["fingerprint"], [])
+    before, after = then.get("attributes"), now["attributes"]
+    if not isinstance(before, dict):  # recorded by an earlier version
+        return None
+    names = [name for name in after if name in before and before[name] != after[name]]
+    return Changed(before[names[0]], after[names[0]], names) if names else None
+
+
+def differ(name: str, then: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
+    """Whether a value that identifies data is known on both sides and differs."""
+    return None not in (then.get(name), now[name]) and then[name] != now[name]
 
 
 def held(data: Any) -> list[Any]:

@@ -20,6 +20,7 @@ from torch.utils.data import (
     RandomSampler,
     TensorDataset,
     WeightedRandomSampler,
+    random_split,
 )
 
 from fabricate.cli.main import main
@@ -102,6 +103,39 @@ def test_data_that_is_not_the_runs_is_refused(run_and_batches: tuple[Path, list[
     assert (refused.exit_code, "passes other data to fit" in refused.stderr) == (2, True)
 
 
+def split_script(path: Path, shift: float, generator: str) -> Path:
+    """A script that trains on 12 of 18 rows, which are the numbers from `shift` on."""
+    path.write_text(
+        SCRIPT.replace("torch.arange(72.0)", f"torch.arange({shift}, {shift} + 72)").replace(
+            "train, options = data,",
+            f"train, options = torch.utils.data.random_split(data, [12, 6], generator={generator})[0],",
+        )
+    )
+    return path
+
+
+def test_rows_of_another_split_are_refused_and_rows_of_other_data_are_named(tmp_path: Path) -> None:
+    """A script without a seed for its split chose other rows, and a script whose data had changed gave other contents, without a word."""
+    seeded = "torch.Generator().manual_seed(0)"
+    data = TensorDataset(torch.arange(72.0).view(18, 4), torch.arange(18))
+    source = opened(random_split(data, [12, 6], generator=torch.Generator().manual_seed(0))[0], batch_size=4)
+    event = started(source)
+    event["data"] |= source.identity
+    (tmp_path / "run").mkdir()
+    written = [event, {"event": "ended", "step": 3, "time": 2.0}]
+    (tmp_path / "run" / "events.jsonl").write_text("".join(json.dumps(each) + "\n" for each in written))
+
+    def shown(name: str, shift: float, generator: str) -> Result:
+        return rows(tmp_path / "run", "--step", 1, split_script(tmp_path / name, shift, generator))
+
+    other = shown("other_split.py", 0.0, "torch.Generator().manual_seed(7)")
+    assert (other.exit_code, "chooses other rows of its data set" in other.stderr) == (2, True)
+    changed = shown("changed.py", 100.0, seeded)
+    assert (changed.exit_code, "the rows differ, or the same rows were computed again" in changed.stderr) == (0, True)
+    same = shown("same.py", 0.0, seeded)
+    assert (same.exit_code, same.stderr) == (0, "")
+
+
 def test_a_script_without_a_fit_is_refused(run_and_batches: tuple[Path, list[list[int]]], tmp_path: Path) -> None:
     (tmp_path / "nothing.py").write_text("print('hello')")
     refused = rows(run_and_batches[0], "--step", 1, tmp_path / "nothing.py")
@@ -133,6 +167,7 @@ def test_a_samplers_rows_come_from_the_script(script: Path, tmp_path: Path) -> N
     for step in (1, 5, 7):  # of five updates an epoch
         (part,) = answer(run_dir, "--step", step, script, "--weighted")["parts"]
         assert part["rows"] == windows[step - 1][0][0]
+    assert "as it is before training" in rows(run_dir, "--step", 1, script, "--weighted").stderr
     uses = answer(run_dir, "--row", 17, script, "--weighted")["uses"]
     assert [use["step"] for use in uses] == [n for n, window in enumerate(windows[:7], 1) if 17 in window[0][0]]
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import runpy
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +16,11 @@ from torch.utils.data import DataLoader
 import fabricate
 from fabricate import trainer
 from fabricate.configuration.batch_size_finder import BatchSizeFinder
+from fabricate.data.identity import changed_rows, differ
 from fabricate.data.indexed import Indexed
 from fabricate.data.source import Loading
 from fabricate.data.user_data import open_source
-from fabricate.errors import ConfigurationError
+from fabricate.errors import ConfigurationError, few
 from fabricate.module import TrainModule
 
 __all__ = ["Trainer", "opened"]
@@ -51,8 +52,9 @@ class Trainer(trainer.Trainer):
         raise _Reached(train, Loading(size, 0, collate_fn, shuffle))
 
 
-def opened(script: Path, arguments: Sequence[str], recorded: Mapping[str, Any]) -> Indexed:
-    """The data that `script` passes to its first fit, opened like the data of the fit that `recorded` describes."""
+def opened(script: Path, arguments: Sequence[str], recorded: Mapping[str, Any]) -> tuple[Indexed, list[str]]:
+    """The data that `script` passes to its first fit, opened like the data of the fit that `recorded` describes, and notes on how it may
+    differ from the data of that fit. Raises ConfigurationError if it does differ."""
     reached = _run(script, arguments)
     loading = reached.loading
     if loading.batch_size is None and not isinstance(reached.train, DataLoader):
@@ -73,7 +75,28 @@ def opened(script: Path, arguments: Sequence[str], recorded: Mapping[str, Any]) 
                 f"{script} passes other data to fit than the run was trained on ({name}: {now[there]} now, {recorded[there]} in the "
                 "run). Give the script and the arguments of the run"
             )
-    return source
+    if differ("indices", recorded, source.identity):
+        raise ConfigurationError(
+            f"{script} chooses other rows of its data set than the run was trained on: the indices of the Subset or sampler differ. Random "
+            "indices need a seed, for instance random_split(..., generator=torch.Generator().manual_seed(0)); without one, the rows of the "
+            "run cannot be drawn again. `fabricate rows` without the script shows their numbers"
+        )
+    return source, list(_notes(script, recorded, source))
+
+
+def _notes(script: Path, recorded: Mapping[str, Any], source: Indexed) -> Iterator[str]:
+    """What the user has to know about the rows that are shown."""
+    if changed := changed_rows(recorded, source.identity):
+        which = f" (in its {few(changed.names)})" if changed.names else ""
+        yield (
+            f"the data of {script} has the fingerprint {changed.now}, but that of the run had {changed.then}{which}: the rows differ, or "
+            "the same rows were computed again. If they differ, the run was not trained on the rows shown here"
+        )
+    if recorded["drawn"] == "sampler":
+        yield (
+            f"the sampler of {script} drew this order again, as it is before training. If training changes it, for instance its weights, "
+            "the run read other rows after the change"
+        )
 
 
 def _run(script: Path, arguments: Sequence[str]) -> _Reached:

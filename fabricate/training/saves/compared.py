@@ -17,6 +17,7 @@ from fabricate.checkpoint.format import directory as format
 from fabricate.checkpoint.format.directory import Reader
 from fabricate.checkpoint.format.schema import shared_state
 from fabricate.checkpoint.state.constants import about_constants, set_otherwise
+from fabricate.data.identity import changed_rows, differ
 from fabricate.errors import CheckpointError, few
 from fabricate.training.saves.changes import Change
 from fabricate.training.saves.choosing import by_main
@@ -99,7 +100,7 @@ def compare_data(run: Run, path: Path, tree: Any) -> Iterator[Change]:
                     f"the same {argument}, or accept the change: Trainer(accept_changes=({argument!r},))"
                 )
             yield Change(argument, key, str(then[key]), str(now[key]))
-    if _differ("batches_per_update", then, now):
+    if differ("batches_per_update", then, now):
         if "global_batch_size" not in accept_changes:
             raise CheckpointError(
                 f"{path} was saved with {then['batches_per_update']} batches of train per update, but this run has "
@@ -110,17 +111,17 @@ def compare_data(run: Run, path: Path, tree: Any) -> Iterator[Change]:
         yield Change(
             "global_batch_size", "batches per update", str(then["batches_per_update"]), str(now["batches_per_update"])
         )
-    if _differ("rows_per_batch", then, now):
+    if differ("rows_per_batch", then, now):
         if "global_batch_size" not in accept_changes:
             raise CheckpointError(
                 f"{path} was saved with batches of {then['rows_per_batch']} rows, but this run has batches of {now['rows_per_batch']}. Use "
                 "the same batch_size, or accept the change: Trainer(accept_changes=('global_batch_size',))"
             )
         yield Change("global_batch_size", "rows per batch", str(then["rows_per_batch"]), str(now["rows_per_batch"]))
-    if _differ("num_batches", then, now):
+    if differ("num_batches", then, now):
         yield Change("", "batches per epoch", str(then["num_batches"]), str(now["num_batches"]))
     _compare_rows(run, path, tree, now)
-    if _differ("in_workers", then, now):
+    if differ("in_workers", then, now):
         of = ("of the main process (num_workers=0)", "of worker processes")
         yield Change("", "random numbers for augmentation", of[not now["in_workers"]], of[now["in_workers"]])
     seed = run.settings.seed
@@ -136,32 +137,31 @@ def compare_data(run: Run, path: Path, tree: Any) -> Iterator[Change]:
 def _compare_rows(run: Run, path: Path, tree: Any, now: dict[str, Any]) -> None:
     """Refuse other rows than those of the checkpoint, or another order. Rows that may only have been computed again get a warning."""
     then, accept_changes = tree["data"], run.settings.accept_changes
-    if _differ("stream_readers", then, now) and tree["progress"]["position"] and "train" not in accept_changes:
+    if differ("stream_readers", then, now) and tree["progress"]["position"] and "train" not in accept_changes:
         raise CheckpointError(
             f"{path} was saved in the middle of an epoch, with a stream that {then['stream_readers']} process(es) of its DataLoader read; "
             f"now {now['stream_readers']} would read it, in another order, so samples would be lost or repeated. Use the same num_workers "
             "(0 and 1 are the same), or accept the change: Trainer(accept_changes=('train',))"
         )
-    if _differ("indices", then, now) and "train" not in accept_changes:
+    if differ("indices", then, now) and "train" not in accept_changes:
         raise CheckpointError(
             f"{path} was saved with other rows of the data set than train has now: the indices of the Subset or sampler differ, "
             "so training could use rows that were held out for validation. Draw the same rows, for instance with "
             "random_split(..., generator=torch.Generator().manual_seed(0)). For another fold, use another run_dir. Or accept the "
             "change: Trainer(accept_changes=('train',))"
         )
-    changed = _changed_rows(then, now)
+    changed = changed_rows(then, now)
     if changed and "train" not in accept_changes:
-        before, after, names = changed
-        which = f" (in its {few(names)})" if names else ""
+        which = f" (in its {few(changed.names)})" if changed.names else ""
         what = (
             "if rows, or the numbers of labels or words, come from there, they differ or were computed again, and samples would be lost or "
             "repeated, or the weights would not fit the numbers. Settings that do not choose rows may differ"
-            if names
+            if changed.names
             else "the rows differ, or the same rows were computed again. With different rows, samples would be lost or repeated"
         )
         note = (
-            f"{path} was saved with train data of fingerprint {before}, but train now has fingerprint {after}{which}: {what}. Pass the "
-            "same data; for other data, such as another fold, use another run_dir; or accept the change: "
+            f"{path} was saved with train data of fingerprint {changed.then}, but train now has fingerprint {changed.now}{which}: {what}. "
+            "Pass the same data; for other data, such as another fold, use another run_dir; or accept the change: "
             "Trainer(accept_changes=('train',))"
         )
         run.journal.event("data_changed", reason=note)
@@ -169,27 +169,11 @@ def _compare_rows(run: Run, path: Path, tree: Any, now: dict[str, Any]) -> None:
             print(f"warning: {note}", file=sys.stderr, flush=True)
     for name, val in now["validation"].items():
         saved = then.get("validation", {}).get(name, {})
-        if _differ("rows", saved, val) or _differ("indices", saved, val) or _changed_rows(saved, val):
+        if differ("rows", saved, val) or differ("indices", saved, val) or changed_rows(saved, val):
             run.journal.note(
                 f"{f'the set {name!r} of val' if name else 'val'} has other rows than when {path} was saved, or they were computed again. "
                 "With other rows, metrics from before and after this point cannot be compared, as keep and EarlyStopping do"
             )
-
-
-def _changed_rows(then: Any, now: Any) -> tuple[str, str, list[str]] | None:
-    """Two fingerprints that differ, and in which attributes of the data set; None if nothing that both sides know differs."""
-    if _differ("fingerprint", then, now):
-        return then["fingerprint"], now["fingerprint"], []
-    before, after = then.get("attributes"), now["attributes"]
-    if not isinstance(before, dict):  # a checkpoint of an earlier version
-        return None
-    names = [name for name in after if name in before and before[name] != after[name]]
-    return (before[names[0]], after[names[0]], names) if names else None
-
-
-def _differ(name: str, then: Any, now: Any) -> bool:
-    """Whether a value that identifies the data is known on both sides and differs."""
-    return None not in (then.get(name), now[name]) and then[name] != now[name]
 
 
 def compare_parts(run: Run, path: Path, tree: Any) -> None:
