@@ -6,7 +6,9 @@ Must not know: which optimizers there are, the loop.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+from types import CellType, FunctionType
 from typing import Any
 
 from torch.optim import lr_scheduler
@@ -63,8 +65,21 @@ def _signs_of_functions(functions: Iterable[Any], half: int) -> Iterator[str]:
     for function in functions:
         if (name := _first_argument(function)).startswith("epoch"):
             yield f"its function takes {name!r}"
-        elif half:
-            yield from _signs_of_decay(function(half), half)
+        elif half and (own := _with_own_variables(function)) is not None:
+            yield from _signs_of_decay(own(half), half)
+
+
+def _with_own_variables(function: Any) -> Callable[[int], float] | None:
+    """A copy of a function with variables of its own, because calling it may change them; None for an object, which may count its calls."""
+    if isinstance(function, partial):
+        inner = _with_own_variables(function.func)
+        return None if inner is None else partial(inner, *function.args, **function.keywords)
+    if not isinstance(function, FunctionType):
+        return None
+    cells = tuple(CellType(cell.cell_contents) for cell in function.__closure__ or ())
+    own = FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__, cells)
+    own.__kwdefaults__ = function.__kwdefaults__
+    return own
 
 
 def _first_argument(function: Any) -> str:

@@ -893,6 +893,22 @@ def test_a_weight_of_one_element_is_a_number() -> None:
         )
 
 
+@pytest.mark.parametrize("weight", [0, torch.tensor(0.0)])
+def test_an_update_of_the_weight_0_gets_a_note_that_the_optimizer_makes_it(
+    weight: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The error for a step that returns nothing offered the weight 0 to leave a batch out, but momentum still changed the weights."""
+
+    class LeavesOut(Tagger):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return {"loss": self.loss(batch), "weight": 1 if batch_idx in without else weight}
+
+    for without, noted in ((range(4), 0), ((0, 2), 0), ((0, 1), 1)):
+        fit(LeavesOut(), gradient_accumulation_steps=2)
+        errors = capsys.readouterr().err
+        assert errors.count("all losses of the update after step 1 have the weight 0") == noted, without
+
+
 class Dropping(Tagger):
     """Trains on the mean over the rows that its collate_fn leaves."""
 

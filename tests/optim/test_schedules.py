@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -411,6 +412,36 @@ def test_a_schedule_that_looks_as_if_it_were_meant_per_epoch_gets_a_note() -> No
         assert _pace(factory(optimizer), "epoch") == []
     for factory in PER_UPDATE:
         assert _pace(factory(torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.5))) == []
+
+
+def test_the_note_about_the_pace_does_not_change_what_a_function_counts() -> None:
+    """The rate of the middle of the fit was asked of the user's function itself, so one that counts its calls was one call ahead."""
+
+    class Decay:
+        def __init__(self) -> None:
+            self.value = 1.0
+
+        def __call__(self, step: int) -> float:
+            self.value *= 0.5
+            return self.value
+
+    def decay() -> Callable[[int], float]:
+        value = 1.0
+
+        def call(step: int) -> float:
+            nonlocal value
+            value *= 0.5
+            return value
+
+        return call
+
+    for function in (Decay(), decay(), partial(decay())):
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+        schedule = lr_scheduler.LambdaLR(optimizer, function)
+        assert _pace(schedule) == []
+        optimizer.step()
+        schedule.step()
+        assert schedule.get_last_lr() == [0.25]
 
 
 def test_a_step_schedule_that_ends_training_within_one_epoch_gets_a_note() -> None:

@@ -195,6 +195,8 @@ class Losses:
         """Those of the first micro-batches, for cross-entropies that are weighted by their labels."""
         self._noted = False
         """Whether a note says that the losses seem to be no means over rows; one is enough."""
+        self._noted_no_weight = False
+        """Whether a note says that all losses of an update had the weight 0."""
         self._epoch = -1
         """The last epoch in which a loss was inspected."""
         # If backward gathers parameters, its first gather would wait for this sum, and the sum for the slowest
@@ -217,6 +219,16 @@ class Losses:
         if rows and not self._noted and len(self._scales) < _MOST_LOOKS:
             self._scales.append(Scale.of(loss, labels, rows))
             self._noted = note_scale(self.run, self._scales[0], self._scales[-1])
+
+    def look_at_weights(self, given: list[Any]) -> None:
+        """Note an update whose losses all have the weight 0, if that is known without a wait for the device or for other ranks."""
+        if not self._noted_no_weight and self.readers == 1 and not any(on_device(weight) or weight for weight in given):
+            self._noted_no_weight = True
+            self.run.journal.note(
+                f"all losses of the update after step {self.run.progress.step} have the weight 0. Their gradient is 0, but the optimizer "
+                "makes the update, so momentum and weight decay still change the weights. To make no update for some rows, leave them out "
+                "of the data, for instance with torch.utils.data.Subset"
+            )
 
     def seen(self, rows: int | None, noted: bool) -> None:
         """Record that the loss of a micro-batch of `rows` rows was inspected, and whether there is a note about it."""
@@ -379,6 +391,8 @@ class WindowLosses:
             self._losses.seen(None, noted)
             note_accumulation(self._losses.run, self._first.divisors, self._micro_batches)
             self._losses.rules[self.optimizer] = self._new_rules
+        if self.rule.source == GivenWeights.source:
+            self._losses.look_at_weights(self._weights)
         self.total = self.rule.total(self._rows, self._weights)
         self.mean = self.values[0] if self._one_micro_batch else None
         if not self._adds_up:
