@@ -280,9 +280,9 @@ class StepWatch(TorchFunctionMode):
         return ""
 
     def _over_columns(self, name: str, value: Any, rows: int, others: Collection[int], counts: Collection[int]) -> str:
-        """A description of the metric `value` if it is a mean over several values per row other than labels (the columns of a regression),
-        and rows have unequal numbers of labels; else ""."""
-        labels = {*counts, *(each.elements for each in self._found), *others}
+        """A description of the metric `value` if it is a mean over several values per row other than the labels that count (the columns of
+        a regression, or all positions, also the ignored ones), and rows have unequal numbers of labels; else ""."""
+        labels = {*counts, *others}
         if not any(count % rows for count in counts):
             return ""
         for each in self._all():

@@ -196,6 +196,13 @@ def test_a_mean_over_the_columns_of_all_rows_is_named_beside_a_cross_entropy_of_
     assert _beside(lambda batch: mse_loss(LOGITS[:, 0], torch.full((6,), batch))) == [""] * 5
 
 
+def test_a_mean_over_all_positions_is_named_beside_a_cross_entropy_that_ignores_some() -> None:
+    """It was taken for a mean over the labels, because it has as many values as there are labels with the ignored ones."""
+    texts = _beside(lambda batch: (LOGITS[:, 0] + batch).mean(), rows=3)
+    assert texts == ["'number' as a mean over 6 values for 3 rows", "", "", "", ""]
+    assert _beside(lambda batch: (LOGITS[:4, 0] + batch).mean(), rows=3) == [""] * 5
+
+
 def _beside(number: Any, rows: int = 6) -> list[str]:
     """What is said, batch after batch, about a number that `number(batch)` gives beside a cross-entropy of 4 labels."""
     watch, texts = StepWatch(), []
