@@ -218,6 +218,11 @@ def _open_loader(loader: DataLoader[Any], setup: Setup, loading: Loading) -> Sou
         return _open_batches(loader, setup, f"{type(sampler).__name__} has no length")
     if order:
         setup.notes.append(f"{setup.argument}: the DataLoader is rebuilt around a global order; {order}")
+    elif setup.training and shuffle and getattr(sampler, "generator", None) is not None:
+        setup.notes.append(
+            f"{setup.argument}: the generator of the DataLoader is not applied to the order of the rows, which follows from the seed and "
+            "the epoch; Trainer(seed=...) gives another order"
+        )
     options = _options_of(loader, setup, loading)
     source = Indexed(
         setup, "dataloader", loader.dataset, draw, batch_size=batch_size, units=units, shuffle=shuffle, options=options

@@ -46,6 +46,18 @@ def test_options_of_a_loader_that_are_not_applied_are_named() -> None:
     )
 
 
+def test_a_generator_that_does_not_determine_the_order_is_named() -> None:
+    """The order follows from the seed of the fit, and nothing said that the generator of the loader has no effect on it."""
+    orders = []
+    for seed in (1, 2):
+        source = opened(in_twos(5, shuffle=True, generator=torch.Generator().manual_seed(seed)))
+        orders.append(flat(updates([source])))
+        (note,) = source.notes
+        assert note.startswith("train: the generator of the DataLoader is not applied to the order of the rows")
+    assert orders[0] == orders[1]
+    assert opened(in_twos(5, generator=torch.Generator())).notes == opened(in_twos(5, shuffle=True)).notes == ()
+
+
 class Epochs(IterableDataset[list[int]]):
     """Rows that show the epoch which its workers know."""
 
