@@ -191,8 +191,9 @@ class TrainModule(torch.nn.Module, Listener):
         """Build large layers here instead of in `__init__`. It runs on the meta device; afterwards each layer is initialised
         from a seed derived from the run's seed and the layer's name, so that every strategy starts from the same weights. If it
         reads weights or gives them values (`load_state_dict`, `torch.nn.init`, `torch.zeros` in a layer without
-        `reset_parameters`), it runs again with real tensors, whole on the CPU of every rank, and those values stay; put them into
-        `init_weights` to build without that memory. If a script calls it by hand, a Trainer does not run it again. Optional."""
+        `reset_parameters`), or gives a layer the weight of a later one, it runs again with real tensors, whole on the CPU of every
+        rank, and those values stay; put them into `init_weights` to build without that memory. If a script calls it by hand, a
+        Trainer does not run it again. Optional."""
 
     def init_weights(self, submodule: torch.nn.Module) -> None:
         """Initialise in place the parameters of one submodule that `configure_model` built; they are on the CPU. Optional: by

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from fabricate.errors import ConfigurationError, few, first_line
-from fabricate.model.building_twice import Before, Origins, set_from_around
+from fabricate.model.building_twice import Before, Makers, Origins, set_from_around
 from fabricate.model.pretrained import Stored, deferred
 from fabricate.module import TrainModule, overrides
 from fabricate.seeding import derive_seed, rng_state, seed_everything, set_rng_state
@@ -173,11 +173,13 @@ def build_model(module: TrainModule, seed: int) -> str:
         return ""
     before = Before(module)
     try:
-        with Origins() as origins:
+        with Origins() as origins, Makers() as makers:
             note = build_on_meta(module)
         needs = "peft initialises its layers itself" if adapted_models(module) else ""
         if not overrides(module, "init_weights"):  # which would overwrite lost values anyway
-            needs = needs or origins.lost(module, _owners(module)) or set_from_around(module, _owners(module))
+            owners = _owners(module)
+            needs = needs or origins.lost(module, owners) or makers.unlike(module, owners)
+            needs = needs or set_from_around(module, owners)
     except RuntimeError as exc:  # code that reads or sets values
         note, needs = "", first_line(exc)
     if not needs:

@@ -15,6 +15,7 @@ from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
 import torch
+from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -151,6 +152,47 @@ class _InitFunctions(TorchFunctionMode):
             if frame is not None and frame.f_globals.get("__name__") == "torch.nn.init" and func(*args):
                 self._origins.write(args[0], frame.f_code.co_name, frame)
         return func(*args, **(kwargs or {}))
+
+
+class Makers:
+    """A context that records the layer with which each parameter was registered first, which is the layer that made it."""
+
+    def __init__(self) -> None:
+        self._of: dict[int, tuple[torch.nn.Parameter, torch.nn.Module]] = {}
+        """By the id of the parameter, which is held so that the id is not used again."""
+
+    def __enter__(self) -> Makers:
+        self._hook = register_module_parameter_registration_hook(self._record)
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self._hook.remove()
+
+    def _record(self, layer: torch.nn.Module, name: str, parameter: torch.nn.Parameter | None) -> None:
+        if parameter is not None:
+            self._of.setdefault(id(parameter), (parameter, layer))
+
+    def unlike(self, module: torch.nn.Module, owners: Mapping[int, Any]) -> str:
+        """The first parameter that the layer which made it would not initialise, because another layer that holds it comes first, or which
+        has the memory of another parameter; empty if there is none. `owners`: as in `Origins.lost`."""
+        found: dict[int, str] = {}
+        memory: dict[int, str] = {}
+        stored = getattr(module, "_stored", {})
+        names = {id(layer): name for name, layer in module.named_modules()}
+        for name, layer in module.named_modules():
+            for key, parameter in layer._parameters.items():
+                if parameter is None or not parameter.is_meta or id(parameter) in found:
+                    continue
+                path = found[id(parameter)] = f"{name}.{key}".lstrip(".")
+                if id(layer) in owners or id(parameter) in stored:
+                    continue
+                maker = self._of.get(id(parameter), (parameter, layer))[1]
+                if maker is not layer:
+                    its_maker = names.get(id(maker), f"a {type(maker).__name__} that is not in the module")
+                    return f"{path} is the parameter of {its_maker}"
+                if (other := memory.setdefault(_storage(parameter), path)) != path:
+                    return f"{path} has the memory of {other}"
+        return ""
 
 
 class _Written(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 from fabricate import ConfigurationError, Trainer, TrainModule
-from fabricate.model.building import build_model
+from fabricate.model.building import build_model, materialise
 from fabricate.testing import run_ranks
 
 Weights = dict[str, torch.Tensor]
@@ -546,6 +546,68 @@ def test_a_model_that_a_script_built_and_loaded_by_hand_is_not_built_again(kind:
 def test_layers_that_reset_themselves_are_built_without_memory() -> None:
     assert build_model(GivesValues(""), 0).startswith("built on the meta device")
     assert "layer.0.weight is given values by" in build_model(GivesValues("state"), 0)
+
+
+class TiedLayers(Base):
+    """An embedding and a head of its size, joined by `tie`."""
+
+    def __init__(self, tie: Callable[[Any], object]) -> None:
+        super().__init__()
+        self.tie = tie
+
+    def configure_model(self) -> None:
+        self.embedding = torch.nn.Embedding(50, 40)
+        self.head = torch.nn.Linear(40, 50, bias=False)
+        self.tie(self)
+
+
+def _to_head(module: Any) -> None:
+    module.embedding.weight = module.head.weight
+
+
+def _to_another(module: Any) -> None:
+    module.embedding.weight = torch.nn.Linear(40, 50).weight
+
+
+def _share_memory(module: Any) -> None:
+    module.head.weight = torch.nn.Parameter(module.embedding.weight.detach())
+
+
+def _share_data(module: Any) -> None:
+    module.head.weight.data = module.embedding.weight.data
+
+
+def _assign(module: Any) -> None:
+    module.head.load_state_dict(module.embedding.state_dict(), assign=True)
+
+
+def _to_embedding(module: Any) -> None:
+    module.head.weight = module.embedding.weight
+
+
+@pytest.mark.parametrize(
+    ("tie", "note", "rule"),
+    [
+        (_to_head, "embedding.weight is the parameter of head", torch.nn.Linear),
+        (_to_another, "embedding.weight is the parameter of a Linear that is not in the module", torch.nn.Linear),
+        (_share_memory, "head.weight has the memory of embedding.weight", torch.nn.Embedding),
+        (_share_data, "head.weight has the memory of embedding.weight", torch.nn.Embedding),
+        (_assign, "head.weight has the memory of embedding.weight", torch.nn.Embedding),
+        (_to_embedding, "built on the meta device", torch.nn.Embedding),
+    ],
+)
+def test_a_shared_weight_has_the_values_of_the_layer_that_made_it(
+    tie: Callable[[Any], object], note: str, rule: type[torch.nn.Module]
+) -> None:
+    """An embedding that is registered before the head whose weight it gets initialised that weight by its own rule: N(0, 1), and not as a
+    linear layer, so the first loss was 6.8 and not 4.6."""
+    module = TiedLayers(tie)
+    assert note in build_model(module, 0)
+    materialise(module, 0)
+    assert (
+        0.9 < module.embedding.weight.std() < 1.1 if rule is torch.nn.Embedding else module.embedding.weight.std() < 0.1
+    )
+    assert tie is _to_another or torch.equal(module.head.weight, module.embedding.weight)
 
 
 def test_what_the_files_lack_is_initialised_by_the_rule_of_the_model(answers: dict[int, list[dict[Any, Any]]]) -> None:
