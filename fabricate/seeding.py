@@ -5,9 +5,10 @@ Must not know: ranks, the loop.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import random
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy
@@ -71,6 +72,16 @@ def rng_state() -> dict[str, Any]:
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         state["cuda"] = torch.cuda.get_rng_state()
     return state
+
+
+@contextlib.contextmanager
+def unchanged_generators() -> Iterator[None]:
+    """Run the body, then restore the global generators of this rank. For code that imports a library, which may draw from them."""
+    state = rng_state()
+    try:
+        yield
+    finally:
+        set_rng_state(state)
 
 
 def set_rng_state(state: Mapping[str, Any]) -> None:

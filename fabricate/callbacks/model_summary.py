@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from fabricate.errors import ConfigurationError
 from fabricate.hooks import Callback, hookimpl
+from fabricate.seeding import unchanged_generators
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Mapping
@@ -107,9 +108,10 @@ class ModelSummary(Callback):
             return
         self._stop()
         if trainer.is_main:
-            from rich.console import Console
+            with unchanged_generators():  # rich draws from Python's when it is imported
+                from rich.console import Console
 
-            Console().print(_table(self.layers, self.micro_batch_flops, self.step_flops))
+                Console().print(_table(self.layers, self.micro_batch_flops, self.step_flops))
 
     def on_teardown(self) -> None:
         self._stop()

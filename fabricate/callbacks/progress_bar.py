@@ -15,6 +15,7 @@ from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
 from fabricate.hooks import Callback
+from fabricate.seeding import unchanged_generators
 
 if TYPE_CHECKING:
     from fabricate.trainer import Trainer
@@ -95,11 +96,13 @@ class ProgressBar(Callback):
             self._total: int | None = trainer.total_steps
         except Exception:
             self._total = None
-        if self._main and (sys.stdout.isatty() or in_notebook()):
+        with unchanged_generators():  # rich draws from Python's when it is imported
+            if not self._main or not (sys.stdout.isatty() or in_notebook()):
+                return
             self._live = self._in_terminal() if sys.stdout.isatty() else _Cell(self)
-            self._done.clear()
-            self._drawing = threading.Thread(target=self._refresh, name="fabricate progress bar", daemon=True)
-            self._drawing.start()
+        self._done.clear()
+        self._drawing = threading.Thread(target=self._refresh, name="fabricate progress bar", daemon=True)
+        self._drawing.start()
 
     def _in_terminal(self) -> Any:
         from rich.console import Console

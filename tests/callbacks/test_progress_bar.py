@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import bdb
+import random
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from fabricate import Callback, ConfigurationError, Trainer
+from fabricate import Callback, ConfigurationError, ModelSummary, Trainer
 from fabricate.callbacks.progress_bar import ProgressBar, debugging
 from tests.support.regression import ROWS, Regression
 
@@ -110,6 +113,34 @@ def test_a_live_bar_is_no_wider_than_the_terminal(
     Trainer(max_steps=2, log_every=1, plugins=[Measures()]).fit(Accuracy(), ROWS, batch_size=2)
     assert widths
     assert max(widths) <= 80
+
+
+@pytest.mark.parametrize("shown", ["a live bar", "a summary"])
+def test_what_is_shown_does_not_draw_from_the_generators_of_the_data(
+    shown: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """rich draws from Python's generator when it is imported, so a fit in a terminal, or with a ModelSummary, trained on other random
+    numbers than the same fit without."""
+
+    class Draws(Regression):
+        def training_step(self, batch: Any) -> torch.Tensor:
+            drawn.append(random.random())
+            return super().training_step(batch)
+
+    fits = []
+    for is_shown in (False, True):
+        for name in [name for name in sys.modules if name.partition(".")[0] == "rich"]:
+            monkeypatch.delitem(sys.modules, name)
+        monkeypatch.setattr(
+            "sys.stdout.isatty", lambda is_tty=is_shown and shown == "a live bar": is_tty, raising=False
+        )
+        monkeypatch.setenv("TERM", "xterm")
+        plugins: list[Callback] = [ModelSummary()] if is_shown and shown == "a summary" else []
+        drawn: list[float] = []
+        Trainer(max_steps=3, seed=3, progress=shown == "a live bar", plugins=plugins).fit(Draws(), ROWS, batch_size=2)
+        assert ("rich.style" in sys.modules) == is_shown
+        fits.append(drawn)
+    assert fits[0] == fits[1]
 
 
 def test_a_live_bar_is_gone_while_a_debugger_waits(

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from accelerate.tracking import GeneralTracker
 from torch.utils.tensorboard import SummaryWriter
 
 from fabricate import Callback, ConfigurationError, Trainer
@@ -117,3 +120,33 @@ def test_on_other_ranks_every_call_does_nothing() -> None:
     own.config["a"] = own.summary["b"]
     assert own.add_image("a", None) is own
     assert not hasattr(own, "__array__")
+
+
+def test_a_tracker_that_draws_a_name_for_its_run_does_not_change_the_draws_of_training() -> None:
+    class Names(GeneralTracker):
+        name = "names"
+        requires_logging_directory = False
+
+        @property
+        def tracker(self) -> None:
+            return None
+
+        def store_init_configuration(self, values: dict[str, Any]) -> None:
+            named.append(random.random())
+
+        def log(self, values: dict[str, Any], step: int | None = None) -> None:
+            pass
+
+    class Draws(Regression):
+        def training_step(self, batch: Any) -> torch.Tensor:
+            drawn.append(random.random())
+            return super().training_step(batch)
+
+    named: list[float] = []
+    fits = []
+    for trackers in ((), (Names(),)):
+        drawn: list[float] = []
+        fit(Draws(), trackers=trackers, max_steps=2, seed=3)
+        fits.append(drawn)
+    assert named
+    assert fits[0] == fits[1]

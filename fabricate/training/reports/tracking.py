@@ -12,6 +12,7 @@ from typing import Any
 
 from fabricate.checkpoint.format.directory import Reader
 from fabricate.module import recorded
+from fabricate.seeding import unchanged_generators
 from fabricate.training.state.run_state import Run
 
 _NAMES = {"wandb": "name", "mlflow": "run_name", "trackio": "name"}
@@ -37,7 +38,8 @@ def start_trackers(run: Run, plan: Mapping[str, Any], path: Path | None) -> None
         options[tracker] = options.get(tracker, {}) | same
     configured = _CONFIGURED_ONCE & set(recorded_runs)
     config = {**plan, **recorded(run.module)[0]}
-    started = engine.trackers.start(engine.accelerator, config, run.settings.trackers, options, configured)
+    with unchanged_generators():  # a tracker may draw the name of its run
+        started = engine.trackers.start(engine.accelerator, config, run.settings.trackers, options, configured)
     if root is not None and engine.rank == 0:
         _write(root, {t.name: _SAME_RUN[t.name](t.tracker) if t.name in _SAME_RUN else {} for t in started})
 
