@@ -309,6 +309,25 @@ def test_validating_more_often_changes_nothing_bitwise() -> None:
     assert ends[0][1] == ends[1][1]
 
 
+def test_a_validation_before_the_first_step_advances_no_schedule() -> None:
+    """With transformers' eval_on_start, which a loop by hand does too, the first validation only measures; here it used up patience."""
+
+    class Plateau(Regression):
+        def validation_step(self, batch: Any) -> Any:
+            return {"loss": torch.tensor(float(self.trainer.step))}  # worse every time
+
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.SGD(self.parameters(), lr=1.0)
+            rates.append(optimizer.param_groups[0])
+            return optimizer, torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.1, patience=1)
+
+    for first in (False, True):
+        for steps, rate in ((2, 1.0), (3, 0.1)):
+            rates: list[dict[str, Any]] = []
+            fit(Plateau(), val=ROWS, max_steps=steps, validate_every=1, validate_first=first)
+            assert rates[0]["lr"] == pytest.approx(rate), first
+
+
 def test_validation_leaves_the_modes_of_submodules_as_they_were() -> None:
     modes: list[tuple[bool, bool]] = []
 

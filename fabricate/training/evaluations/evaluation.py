@@ -44,8 +44,9 @@ def validate(run: Run, epoch: int) -> dict[str, float]:
     run.journal.validated, run.journal.validated_at = frozenset(metrics), run.progress.step
     check_keep(run, metrics)
     run.journal.write_metrics("validate", metrics, epoch)
-    for scheduler in run.optim.schedules.values():
-        scheduler.measured(metrics)
+    if run.progress.step:  # a validation before the first update is a measurement only
+        for scheduler in run.optim.schedules.values():
+            scheduler.measured(metrics)
     return metrics
 
 
