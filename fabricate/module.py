@@ -196,8 +196,9 @@ class TrainModule(torch.nn.Module, Listener):
         Trainer does not run it again. Optional."""
 
     def init_weights(self, submodule: torch.nn.Module) -> None:
-        """Initialise in place the parameters of one submodule that `configure_model` built; they are on the CPU. Optional: by
-        default the submodule's own `reset_parameters` is called."""
+        """Initialise in place the parameters of one submodule that `configure_model` built; they are on the CPU. Called for each
+        submodule that has some of its own, outer ones first; a weight that several share keeps what the last call gives it, as
+        with `Module.apply`. Optional: by default the submodule's own `reset_parameters` is called."""
         raise FabricateError("init_weights is called only where it is overridden")
 
     def configure_optimizers(self) -> Any:

@@ -10,7 +10,7 @@ import json
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -331,21 +331,28 @@ def materialise(module: TrainModule, seed: int) -> None:
 def fill(module: TrainModule, waiting: Sequence[Blank], seed: int, strategy: Strategy) -> None:
     """Write the initial values of the tensors of `waiting`, which have memory by now; of each, only this rank's part.
 
-    The values depend on files, `seed` and names only. A tensor that several submodules share is set with the first of them. All ranks, in
-    the same order. Raises `ConfigurationError` for a tensor without an initial value.
+    The values depend on files, `seed` and names only. A tensor that several submodules share is set with the first of them; but
+    `init_weights` of the module may change it with each of them, as with `Module.apply`. All ranks, in the same order. Raises
+    `ConfigurationError` for a tensor without an initial value.
     """
     owners = _owners(module)
+    uses = Counter(id(t) for blank in waiting for _, k, t in _own_tensors(blank.submodule) if k in blank.keys)
     done: set[int] = set()
+    shared: dict[int, torch.Tensor] = {}  # whole values that a later turn of init_weights may change
     before = rng_state()
     for blank in waiting:
-        own = [(k, t) for _, k, t in _own_tensors(blank.submodule) if k in blank.keys and id(t) not in done]
+        held = [(k, t) for _, k, t in _own_tensors(blank.submodule) if k in blank.keys]
+        own = [(key, tensor) for key, tensor in held if id(tensor) not in done or id(tensor) in shared]
         if not own:
             continue
         done.update(id(tensor) for _, tensor in own)
         torch.manual_seed(derive_seed(seed, "init", blank.name))
         values: dict[str, torch.Tensor] = {}
         if any(key not in blank.stored for key, _ in own):
-            values = _initialised(module, blank, owners.get(id(blank.submodule)), strategy)
+            known = {key: shared[id(tensor)] for key, tensor in own if id(tensor) in shared}
+            values = _initialised(module, blank, owners.get(id(blank.submodule)), strategy, known)
+        if overrides(module, "init_weights"):
+            shared |= {id(t): values[key] for key, t in own if uses[id(t)] > 1 and key not in blank.stored}
         with torch.no_grad():
             for key, tensor in own:
                 part = strategy.local_part(tensor)
@@ -368,11 +375,14 @@ def _own_tensors(child: torch.nn.Module) -> list[tuple[dict[str, Any], str, torc
     return [(table, key, tensor) for table in tables for key, tensor in table.items() if tensor is not None]
 
 
-def _initialised(module: TrainModule, blank: Blank, owner: Any, strategy: Strategy) -> dict[str, torch.Tensor]:
-    """The initial values of a submodule's own tensors, whole and on the CPU. The submodule itself is not changed."""
+def _initialised(
+    module: TrainModule, blank: Blank, owner: Any, strategy: Strategy, known: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """The initial values of a submodule's own tensors, whole and on the CPU. The submodule itself is not changed. `known`: the values, by
+    key, that tensors have from an earlier turn."""
     child = blank.submodule
     held = _own_tensors(child)
-    fresh = {key: _like(tensor, strategy.local_part(tensor).shape) for _, key, tensor in held}
+    fresh = {key: _like(tensor, strategy.local_part(tensor).shape) for _, key, tensor in held} | dict(known)
     untouched = {key: tensor._version for key, tensor in fresh.items()}
     for table, key, _ in held:
         table[key] = fresh[key]
@@ -393,7 +403,7 @@ def _initialised(module: TrainModule, blank: Blank, owner: Any, strategy: Strate
     finally:
         for table, key, tensor in held:
             table[key] = tensor
-    for key in (key for key in blank.keys if key not in blank.stored):
+    for key in (key for key in blank.keys if key not in blank.stored and key not in known):
         value = values[key]
         # Integers have no NaN. They were set if the tensor was written to or replaced.
         same = value is fresh[key] and value._version == untouched[key]
