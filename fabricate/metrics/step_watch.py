@@ -37,11 +37,13 @@ _ADDITIONS = (
     *(torch.add, torch.Tensor.add, torch.Tensor.add_, torch.Tensor.__add__, torch.Tensor.__radd__),
     torch.Tensor.__iadd__,
 )
-_FUNCTIONS = {
-    **dict.fromkeys((torch.sqrt, torch.Tensor.sqrt), "sqrt"),
-    **dict.fromkeys((torch.exp, torch.Tensor.exp), "exp"),
-    **dict.fromkeys((torch.log, torch.Tensor.log, torch.log10, torch.Tensor.log10), "log"),
-    **dict.fromkeys((torch.pow, torch.Tensor.pow, torch.Tensor.__pow__), "pow"),
+_FUNCTIONS: dict[Any, str] = {
+    **dict.fromkeys((torch.sqrt, torch.Tensor.sqrt, torch.rsqrt, torch.Tensor.rsqrt), "sqrt"),
+    **dict.fromkeys((torch.exp, torch.Tensor.exp, torch.exp2, torch.Tensor.exp2), "exp"),
+    **dict.fromkeys((torch.log, torch.log2, torch.log10, torch.log1p), "log"),
+    **dict.fromkeys((torch.Tensor.log, torch.Tensor.log2, torch.Tensor.log10, torch.Tensor.log1p), "log"),
+    **dict.fromkeys((torch.pow, torch.Tensor.pow, torch.Tensor.__pow__, torch.Tensor.__rpow__), "pow"),
+    **dict.fromkeys((torch.reciprocal, torch.Tensor.reciprocal, torch.Tensor.__rdiv__), "1/x"),
 }
 """Functions of one number that are not linear, with their names in messages."""
 _MOST_LOOKS, _MOST_NUMBERS = 3, 1000
@@ -173,6 +175,9 @@ class StepWatch(TorchFunctionMode):
         described = list(_reduction(new, func, args[0], reduction))
         if func in _FUNCTIONS and len(self._functions) < _MOST_NUMBERS:
             self._functions += [(new(None, sizes), _FUNCTIONS[func]) for sizes in self._sizes_of_means(args[0])]
+        if func in _FUNCTIONS or func in _SCALING or func in _ADDITIONS:
+            of_functions = [each for each in self._functions if any(arg is each[0].result for arg in args[:2])]
+            self._functions += [(new(None, each.sizes), name) for each, name in of_functions[:1]]
         if func in _SCALING or func in _ADDITIONS:
             described += self._scaled(new, func, args)
         if func in _ADDITIONS:

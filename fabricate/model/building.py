@@ -336,32 +336,48 @@ def fill(module: TrainModule, waiting: Sequence[Blank], seed: int, strategy: Str
     `ConfigurationError` for a tensor without an initial value.
     """
     owners = _owners(module)
-    uses = Counter(id(t) for blank in waiting for _, k, t in _own_tensors(blank.submodule) if k in blank.keys)
+    kept = _shared(waiting) if overrides(module, "init_weights") else set()
+    known: dict[int, torch.Tensor] = {}  # the whole values of the tensors `kept`, which a later turn may change
     done: set[int] = set()
-    shared: dict[int, torch.Tensor] = {}  # whole values that a later turn of init_weights may change
     before = rng_state()
     for blank in waiting:
-        held = [(k, t) for _, k, t in _own_tensors(blank.submodule) if k in blank.keys]
-        own = [(key, tensor) for key, tensor in held if id(tensor) not in done or id(tensor) in shared]
+        own = {key: t for key, t in _waiting_tensors(blank).items() if id(t) not in done or id(t) in kept}
         if not own:
             continue
-        done.update(id(tensor) for _, tensor in own)
         torch.manual_seed(derive_seed(seed, "init", blank.name))
         values: dict[str, torch.Tensor] = {}
-        if any(key not in blank.stored for key, _ in own):
-            known = {key: shared[id(tensor)] for key, tensor in own if id(tensor) in shared}
-            values = _initialised(module, blank, owners.get(id(blank.submodule)), strategy, known)
-        if overrides(module, "init_weights"):
-            shared |= {id(t): values[key] for key, t in own if uses[id(t)] > 1 and key not in blank.stored}
-        with torch.no_grad():
-            for key, tensor in own:
-                part = strategy.local_part(tensor)
-                part.write(
-                    blank.stored[key].read(part.start, part.count)
-                    if key in blank.stored
-                    else values[key].reshape(-1)[part.start : part.start + part.count]
-                )
+        if any(key not in blank.stored for key in own):
+            so_far = {key: known[id(tensor)] for key, tensor in own.items() if id(tensor) in known}
+            values = _initialised(module, blank, owners.get(id(blank.submodule)), strategy, so_far)
+        done.update(map(id, own.values()))
+        known |= {id(tensor): values[key] for key, tensor in own.items() if id(tensor) in kept}
+        _write(blank, own, values, strategy)
     set_rng_state(before)
+
+
+def _waiting_tensors(blank: Blank) -> dict[str, torch.Tensor]:
+    return {key: tensor for _, key, tensor in _own_tensors(blank.submodule) if key in blank.keys}
+
+
+def _shared(waiting: Sequence[Blank]) -> set[int]:
+    """The ids of tensors that several submodules hold and that are in no file."""
+    tensors = [(key, tensor, blank) for blank in waiting for key, tensor in _waiting_tensors(blank).items()]
+    uses = Counter(id(tensor) for key, tensor, blank in tensors if key not in blank.stored)
+    return {each for each, count in uses.items() if count > 1}
+
+
+def _write(
+    blank: Blank, own: Mapping[str, torch.Tensor], values: Mapping[str, torch.Tensor], strategy: Strategy
+) -> None:
+    """Write the part of this rank of the initial values of the tensors `own` of a submodule."""
+    with torch.no_grad():
+        for key, tensor in own.items():
+            part = strategy.local_part(tensor)
+            part.write(
+                blank.stored[key].read(part.start, part.count)
+                if key in blank.stored
+                else values[key].reshape(-1)[part.start : part.start + part.count]
+            )
 
 
 def _owners(module: torch.nn.Module) -> dict[int, Any]:
@@ -403,7 +419,8 @@ def _initialised(
     finally:
         for table, key, tensor in held:
             table[key] = tensor
-    for key in (key for key in blank.keys if key not in blank.stored and key not in known):
+    have_values = {*blank.stored, *known}
+    for key in (key for key in blank.keys if key not in have_values):
         value = values[key]
         # Integers have no NaN. They were set if the tensor was written to or replaced.
         same = value is fresh[key] and value._version == untouched[key]

@@ -87,6 +87,12 @@ class Origins(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._kept.append(tensor)
             self._written[_storage(tensor)] = operation
 
+    def give(self, tensor: torch.Tensor, operation: str) -> None:
+        """Record that `operation` made `tensor` with values of Python."""
+        self._kept.append(tensor)
+        if not _by_transformers(frame := inspect.currentframe()):
+            self._made[_storage(tensor)] = operation, _makers(frame)
+
     def _make(self, tensor: torch.Tensor, func: Any, args: Any) -> None:
         self._kept.append(tensor)
         operation, source = str(func), next(_meta_tensors(args), None)
@@ -138,7 +144,8 @@ class _Maker(NamedTuple):
 
 
 class _InitFunctions(TorchFunctionMode):
-    """A context that sees the functions of `torch.nn.init` that return at once for a tensor on the meta device, without an operation."""
+    """A context that sees what gives values to a tensor on the meta device without an operation: the functions of `torch.nn.init` that
+    return at once, and `torch.tensor`."""
 
     def __init__(self, origins: Origins) -> None:
         super().__init__()
@@ -151,7 +158,10 @@ class _InitFunctions(TorchFunctionMode):
                 frame = frame.f_back
             if frame is not None and frame.f_globals.get("__name__") == "torch.nn.init" and func(*args):
                 self._origins.write(args[0], frame.f_code.co_name, frame)
-        return func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        if func in (torch.tensor, torch.as_tensor, torch.asarray) and result.is_meta:
+            self._origins.give(result, f"torch.{func.__name__}")
+        return result
 
 
 class Makers:

@@ -548,6 +548,20 @@ def test_layers_that_reset_themselves_are_built_without_memory() -> None:
     assert "layer.0.weight is given values by" in build_model(GivesValues("state"), 0)
 
 
+def test_values_of_python_given_to_a_tensor_stay() -> None:
+    """They were lost without an operation that could be seen, and the error asked for an initialisation of a class weight."""
+
+    class Weighted(Base):
+        def configure_model(self) -> None:
+            self.layer = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.BatchNorm1d(3))
+            self.loss = torch.nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 4.0]))
+            self.temperature = torch.nn.Parameter(torch.tensor(0.5))
+
+    module = Weighted()
+    assert "temperature is given values by torch.tensor" in build_model(module, 0)
+    assert (module.loss.weight.tolist(), module.temperature.item()) == ([1.0, 2.0, 4.0], 0.5)
+
+
 class TiedLayers(Base):
     """An embedding and a head of its size, joined by `tie`."""
 

@@ -228,6 +228,10 @@ def test_ranks_compare_halves_together_or_not_at_all() -> None:
 FUNCTIONS: dict[str, Callable[[torch.Tensor], Any]] = {
     "root": lambda error: {"mse": error.square().mean(), "rmse": error.square().mean().sqrt()},
     "power": lambda error: {"rmse": error.square().mean() ** 0.5},
+    "signal to noise": lambda error: {"psnr": -10 * error.square().mean().log10()},
+    "signal to noise, of the inverse": lambda error: {"psnr": 10 * torch.log10(1 / error.square().mean())},
+    "half a root": lambda error: {"rmse": 1 - error.square().mean().sqrt() / 2},
+    "exponential": lambda error: {"growth": 2 ** error.square().mean()},
     "perplexity": lambda error: {"perplexity": cross_entropy(error.expand(-1, 3), error.sign()[:, 0].long() + 1).exp()},
     "mean": lambda error: {"mse": error.square().mean(), "loss": error.abs().mean() * 2},
     "weighed": lambda error: {"rmse": error.square().mean().sqrt(), "weight": 1},
