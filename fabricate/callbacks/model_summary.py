@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import random
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from fabricate.errors import ConfigurationError
 from fabricate.hooks import Callback, hookimpl
-from fabricate.seeding import unchanged_generators
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Mapping
@@ -108,10 +108,11 @@ class ModelSummary(Callback):
             return
         self._stop()
         if trainer.is_main:
-            with unchanged_generators():  # rich draws from Python's when it is imported
-                from rich.console import Console
+            drawn = random.getstate()
+            from rich.console import Console  # which draws from this generator when it is imported
 
-                Console().print(_table(self.layers, self.micro_batch_flops, self.step_flops))
+            Console().print(_table(self.layers, self.micro_batch_flops, self.step_flops))
+            random.setstate(drawn)
 
     def on_teardown(self) -> None:
         self._stop()

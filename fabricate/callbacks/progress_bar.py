@@ -8,6 +8,7 @@ from __future__ import annotations
 import html
 import math
 import multiprocessing
+import random
 import sys
 import threading
 import time
@@ -15,7 +16,6 @@ from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
 from fabricate.hooks import Callback
-from fabricate.seeding import unchanged_generators
 
 if TYPE_CHECKING:
     from fabricate.trainer import Trainer
@@ -96,13 +96,15 @@ class ProgressBar(Callback):
             self._total: int | None = trainer.total_steps
         except Exception:
             self._total = None
-        with unchanged_generators():  # rich draws from Python's when it is imported
-            if not self._main or not (sys.stdout.isatty() or in_notebook()):
-                return
+        drawn = random.getstate()  # rich draws from this generator when it is imported
+        is_live = self._main and (sys.stdout.isatty() or in_notebook())
+        if is_live:
             self._live = self._in_terminal() if sys.stdout.isatty() else _Cell(self)
-        self._done.clear()
-        self._drawing = threading.Thread(target=self._refresh, name="fabricate progress bar", daemon=True)
-        self._drawing.start()
+        random.setstate(drawn)
+        if is_live:
+            self._done.clear()
+            self._drawing = threading.Thread(target=self._refresh, name="fabricate progress bar", daemon=True)
+            self._drawing.start()
 
     def _in_terminal(self) -> Any:
         from rich.console import Console
