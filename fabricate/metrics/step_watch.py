@@ -132,8 +132,8 @@ class StepWatch(TorchFunctionMode):
         self._reduced: dict[int, list[_Reduced]] = {}
         """By the id of the result: sums, means, and means to which numbers or other means were added, or which were multiplied by numbers.
         An entry holds its result, so that the id is not used again."""
-        self._functions: list[tuple[_Reduced, str]] = []
-        """Non-linear functions of means, with the name of the function."""
+        self._functions: dict[int, tuple[_Reduced, str]] = {}
+        """By the id of the result: non-linear functions of means, perhaps scaled, with the name of the function."""
         self._weighed: set[str] = set()
         """The names of the metrics that were cross-entropies."""
         self._decided = False
@@ -146,7 +146,7 @@ class StepWatch(TorchFunctionMode):
         """The names of those that were inspected."""
 
     def __enter__(self) -> StepWatch:
-        self._found, self._reduced, self._functions = [], {}, []
+        self._found, self._reduced, self._functions = [], {}, {}
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
@@ -173,17 +173,22 @@ class StepWatch(TorchFunctionMode):
         """Record what the 0-dim `result` of `func` is, if it is a sum, a mean, or computed from one."""
         new = partial(_Reduced, result, _version(result))
         described = list(_reduction(new, func, args[0], reduction))
-        if func in _FUNCTIONS and len(self._functions) < _MOST_NUMBERS:
-            self._functions += [(new(None, sizes), _FUNCTIONS[func]) for sizes in self._sizes_of_means(args[0])]
-        if func in _FUNCTIONS or func in _SCALING or func in _ADDITIONS:
-            of_functions = [each for each in self._functions if any(arg is each[0].result for arg in args[:2])]
-            self._functions += [(new(None, each.sizes), name) for each, name in of_functions[:1]]
+        if len(self._functions) < _MOST_NUMBERS and (func in _FUNCTIONS or func in _SCALING or func in _ADDITIONS):
+            sizes = self._sizes_of_means(args[0]) if func in _FUNCTIONS else []
+            of = [(new(None, each), _FUNCTIONS[func]) for each in sizes]
+            if len(_numbers(args[:2])) == len(args[:2]) - 1:  # a sum of functions may be one over rows
+                of += [(new(None, each.sizes), name) for each, name in map(self._function, args[:2]) if each]
+            self._functions |= {id(result): each for each in of[:1]}
         if func in _SCALING or func in _ADDITIONS:
             described += self._scaled(new, func, args)
         if func in _ADDITIONS:
             described += self._added(new, *args[:2])
         if described and len(self._reduced) < _MOST_NUMBERS:
             self._reduced[id(result)] = described
+
+    def _function(self, value: Any) -> tuple[_Reduced | None, str]:
+        each, name = self._functions.get(id(value), (None, ""))
+        return (each, name) if each and each.is_unchanged() else (None, "")
 
     def _sizes_of_means(self, value: torch.Tensor) -> list[tuple[int, ...]]:
         """The sizes of the tensors over which `value` is a recorded mean, or a cross-entropy."""
@@ -195,7 +200,7 @@ class StepWatch(TorchFunctionMode):
         if there is none. `others`: the sizes of tensors without rows."""
         for name, value, weight, reduce in logged:
             if weight is None and reduce == "mean" and isinstance(value, torch.Tensor):
-                for each, function in self._functions:
+                for each, function in self._functions.values():
                     size = math.prod(each.sizes)
                     if each.is_in(value) and (size not in others or size == rows):
                         return f"{name!r} as a non-linear function ({function}) of a mean over the batch"

@@ -186,7 +186,7 @@ class Makers:
         """The first parameter that the layer which made it would not initialise, because another layer that holds it comes first, or which
         has the memory of another parameter; empty if there is none. `owners`: as in `Origins.lost`."""
         found: dict[int, str] = {}
-        memory: dict[int, str] = {}
+        memory: dict[tuple[int, int], str] = {}
         stored = getattr(module, "_stored", {})
         names = {id(layer): name for name, layer in module.named_modules()}
         for name, layer in module.named_modules():
@@ -197,10 +197,11 @@ class Makers:
                 if id(layer) in owners or id(parameter) in stored:
                     continue
                 maker = self._of.get(id(parameter), (parameter, layer))[1]
-                if maker is not layer:
+                if maker is not layer and (id(maker) in names or type(maker) is not type(layer)):
                     its_maker = names.get(id(maker), f"a {type(maker).__name__} that is not in the module")
                     return f"{path} is the parameter of {its_maker}"
-                if (other := memory.setdefault(_storage(parameter), path)) != path:
+                place = (_storage(parameter), parameter.storage_offset())
+                if (other := memory.setdefault(place, path)) != path:
                     return f"{path} has the memory of {other}"
         return ""
 

@@ -76,6 +76,8 @@ def _with_own_variables(function: Any) -> Callable[[int], float] | None:
         return None if inner is None else partial(inner, *function.args, **function.keywords)
     if not isinstance(function, FunctionType):
         return None
+    if any(cell == CellType() for cell in function.__closure__ or ()):
+        return None  # a variable without a value: it may get one later
     cells = tuple(CellType(cell.cell_contents) for cell in function.__closure__ or ())
     own = FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__, cells)
     own.__kwdefaults__ = function.__kwdefaults__

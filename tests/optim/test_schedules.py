@@ -435,7 +435,16 @@ def test_the_note_about_the_pace_does_not_change_what_a_function_counts() -> Non
 
         return call
 
-    for function in (Decay(), decay(), partial(decay())):
+    def with_a_variable_that_has_no_value() -> Callable[[int], float]:
+        def call(step: int) -> float:
+            nonlocal value
+            value = 0.25
+            return value
+
+        value: float
+        return call
+
+    for function in (Decay(), decay(), partial(decay()), with_a_variable_that_has_no_value()):
         optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
         schedule = lr_scheduler.LambdaLR(optimizer, function)
         assert _pace(schedule) == []

@@ -226,8 +226,8 @@ class Losses:
             self._noted_no_weight = True
             self.run.journal.note(
                 f"all losses of the update after step {self.run.progress.step} have the weight 0. Their gradient is 0, but the optimizer "
-                "makes the update, so momentum and weight decay still change the weights. To make no update for some rows, leave them out "
-                "of the data, for instance with torch.utils.data.Subset"
+                "makes the update, so the weights still change with momentum or weight decay. To make no update for some rows, leave them "
+                "out of the data, for instance with torch.utils.data.Subset"
             )
 
     def seen(self, rows: int | None, noted: bool) -> None:
