@@ -88,7 +88,7 @@ class Origins(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._written[_storage(tensor)] = operation
 
     def give(self, tensor: torch.Tensor, operation: str) -> None:
-        """Record that `operation` made `tensor` with values of Python."""
+        """Record that `operation` made `tensor` with values."""
         self._kept.append(tensor)
         if not _by_transformers(frame := inspect.currentframe()):
             self._made[_storage(tensor)] = operation, _makers(frame)
@@ -101,8 +101,8 @@ class Origins(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._written[_storage(tensor)] = self._written[_storage(source)]
             if _storage(source) in self._made:
                 self._made[_storage(tensor)] = self._made[_storage(source)]
-        elif "empty" not in operation and not _by_transformers(frame := inspect.currentframe()):
-            self._made[_storage(tensor)] = operation, _makers(frame)
+        elif "empty" not in operation:
+            self.give(tensor, operation)
 
     def lost(self, module: torch.nn.Module, owners: Mapping[int, Any]) -> str:
         """The first parameter or buffer of `module` whose values were lost, and the operation that gave them; empty if there is none.
