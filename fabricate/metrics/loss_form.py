@@ -213,16 +213,32 @@ class _Means:
         function = next((one.function for one in found if one.function), "")
         if not function and (is_statistic or _is_non_linear(node, len(found))):
             function = operation_of(node)
-        is_ratio = any(one.is_ratio for one in found) or (bool(found) and self._is_a_ratio(node))
+        is_ratio = any(one.is_ratio for one in found) or self._is_a_ratio(node)
         return _Depends(depends, function, is_ratio)
 
     def _is_a_ratio(self, node: Any) -> bool:
-        """Whether an operation divides a sum over rows by a tensor without gradient other than the number of rows. Waits for the device."""
-        if operation_of(node) != "Div" or len(inputs_of(node)) != 1 or is_scaled("DivBackward0", node):
+        """Whether an operation divides a sum over rows by a tensor without gradient other than the number of rows, or multiplies it by the
+        reciprocal of a count. Waits for the device."""
+        name = operation_of(node)
+        if name not in ("Div", "Mul") or len(inputs_of(node)) != 1 or is_scaled(type(node).__name__, node):
             return False
         summed = before_scaling(inputs_of(node)[0])
-        is_sum = operation_of(summed) == "Sum" and self._is_over_rows(summed)
-        return is_sum and bool((node._saved_other != self._rows).any())
+        if operation_of(summed) != "Sum":
+            return False
+        if name == "Mul":
+            return self._is_of_a_count(_weights(node), summed)
+        return self._is_over_rows(summed) and bool((node._saved_other != self._rows).any())
+
+    def _is_of_a_count(self, factor: Any, summed: Any) -> bool:
+        """Whether a tensor is one number, the reciprocal of a count of items of the tensor that `summed` adds up, such as the number of
+        labels, that is not small and that is neither its number of rows nor of elements."""
+        sizes = _summed_sizes(summed)
+        over_rows = bool(sizes) and sizes[0] % self._rows == 0 and not _is_of_a_parameter(summed, sizes)
+        if not over_rows or not isinstance(factor, torch.Tensor) or factor.ndim or not (value := abs(float(factor))):
+            return False
+        count = round(1 / value)
+        is_whole = math.isclose(count * value, 1, rel_tol=1e-5)
+        return is_whole and self._rows / 2 <= count <= math.prod(sizes) and not is_a_count(count, self._rows, sizes)
 
     def _is_over_rows(self, node: Any) -> bool:
         """Whether an operation is a mean or sum over the rows of the batch."""
@@ -299,12 +315,16 @@ def is_over_a_part(loss: torch.Tensor, rows: int | None = None) -> bool:
     """Whether `loss`, or one of the parts that it combines, is a mean over the part that a mask selects of its batch of `rows` rows, or a
     sum divided by a tensor, which is probably a count, or a mean over values times weights of mean 1, or adds up losses of some single
     rows. May wait for the device."""
-    single = _of_single_rows(terms_of(loss), rows)
+    terms = terms_of(loss)
+    single = _of_single_rows(terms, rows)
     if rows and len(single) > 1 and any(_is_odd(divisors, rows, len(single)) for _, divisors in single):
         return True
     parts = parts_of(loss, rows)
     counts = {node._saved_target.numel() for node in parts if is_mean_cross_entropy(node)}
-    return any(_is_over_a_part(node, rows, counts) for node in parts if not (rows and is_of_one_row(node, rows)))
+    products = [node for node, _ in terms if operation_of(node) == "Mul" and node not in parts]
+    return any(
+        _is_over_a_part(node, rows, counts) for node in parts + products if not (rows and is_of_one_row(node, rows))
+    )
 
 
 def _is_odd(divisors: list[float], rows: int, terms: int) -> bool:

@@ -164,6 +164,14 @@ COUNTS = (LOGITS > 0).sum(0)
         (lambda: (LOGITS.sum(0) / torch.tensor(6)).mean(), False),  # the number of rows
         (lambda: LOGITS.square().mean() / (2 * TASKS[0] ** 2) + TASKS[0].log(), False),  # a learned scale
         (lambda: ((LOGITS * (LOGITS > 0)).sum(1) / (LOGITS > 0).sum(1)).mean(), False),  # of each row
+        (lambda: (LOGITS * (LOGITS > 0)).sum() * (1 / (LOGITS > 0).sum()), True),
+        (lambda: 0.5 * (1 / (LOGITS > 0).sum() * (LOGITS * (LOGITS > 0)).sum()), True),
+        (lambda: (LOGITS * (LOGITS > 0)).sum() * (LOGITS > 0).sum().reciprocal() + TASKS[0].log(), True),
+        (lambda: LOGITS.flatten()[:24].abs().sum() * (1 / torch.tensor(17)), True),
+        (lambda: PARAMETER.abs().sum() * torch.tensor(0.2), False),
+        (lambda: LOGITS.sum() * (1 / torch.tensor(30.0)), False),  # the number of elements
+        (lambda: LOGITS.sum() / 6 * torch.tensor(0.3), False),  # the weight of a term
+        (lambda: LOGITS.mean() * torch.tensor(0.1), False),
         (lambda: EACH.topk(3).values.mean(), True),
         (lambda: LOGITS.square().topk(3, dim=1).values.mean(), False),  # of each row
         (lambda: sum(mse_loss(r[r > 0], r.detach()[r > 0] + 1) for r in map(LOGITS.__getitem__, range(6))) / 6, False),
