@@ -324,6 +324,19 @@ def test_another_accumulation_of_batches_of_ones_own_is_refused(tmp_path: Path) 
     assert run(2, gradient_accumulation_steps=4, accept_changes=accept).steps == 2
 
 
+def test_another_accumulation_of_the_same_global_batch_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for steps, accumulated in ((1, 1), (2, 2)):
+        trainer = Trainer(
+            max_steps=steps, gradient_accumulation_steps=accumulated, run_dir=tmp_path, progress=False, seed=1
+        )
+        trainer.fit(Tuned(), ROWS, batch_size=4 // accumulated)
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("changed since it was saved: ")]
+    assert "gradient_accumulation_steps 1 -> 2" in line
+    assert "max_steps 1 -> 2" in line
+
+
 def test_another_sampler_is_refused(tmp_path: Path) -> None:
     from torch.utils.data import SubsetRandomSampler, WeightedRandomSampler
 

@@ -20,7 +20,7 @@ from fabricate.optim.configured import renew_rates
 from fabricate.training.state.run_state import Run
 
 _ELSEWHERE = (
-    *("strategy", "precision", "seed", "global_batch_size", "gradient_accumulation_steps", "accept_changes", "run_dir"),
+    *("strategy", "precision", "seed", "global_batch_size", "accept_changes", "run_dir"),
     *("given", "plugins", "trackers", "progress", "fast_dev_run", "max_grad_norm", "max_time", "timeout", "save"),
 )
 """Arguments of the Trainer that are not compared here: their effects are compared elsewhere, or they do not affect how training

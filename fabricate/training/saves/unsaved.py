@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from fabricate.checkpoint.state.logical import transient_names
 from fabricate.data.identity import names_in
 from fabricate.errors import few
 from fabricate.metrics.torchmetrics_objects import is_torchmetric, path_inside
@@ -98,11 +99,11 @@ def _generators(run: Run) -> list[str]:
 def remember(run: Run) -> None:
     """Record the tensors and numbers that the user's objects hold when the fit begins, for `note_changed`."""
     if run.run_dir is not None:
-        run.optim.held = _marks(run)
+        run.optim.held, run.optim.built = _marks(run), set(_built(run))
 
 
 def note_changed(run: Run) -> None:
-    """At a save, note values that have changed since the fit began, each once."""
+    """At a save, note values that have changed since the fit began, and what was made since, each once."""
     if outside := [name for name, metric in run.metrics.objects.items() if path_inside(run.module, metric) is None]:
         run.journal.note(
             f"the torchmetrics objects logged as {few(outside)} are not part of the module, so the checkpoint does not hold what "
@@ -110,6 +111,12 @@ def note_changed(run: Run) -> None:
         )
     if run.run_dir is None:
         return
+    if later := [name for name in _built(run) if name not in run.optim.built]:
+        run.optim.built |= set(later)
+        run.journal.note(
+            f"{few(later)} was made after the fit began, so a resume refuses this checkpoint. Make a layer or buffer in __init__, with its "
+            "shape (torch.empty); give an optimizer all parameters in configure_optimizers, and train some of them later with UnfreezeAt"
+        )
     held, unset = run.optim.held, repr(None)  # None and a missing attribute count as the same
     marks = _marks(run)
     # What was made since, such as a network for a metric, only counts once it changes.
@@ -122,6 +129,15 @@ def note_changed(run: Run) -> None:
             f"that the script sets. {_buffers(run)}ave the value in on_save(self, state) and restore it in on_load(self, state)"
             f"{_advice(changed, [marks[name] for name in changed])}"
         )
+
+
+def _built(run: Run) -> Iterator[str]:
+    """The names of the parameters, of the buffers that a resume needs, and of the groups of optimizers."""
+    yield from (name for name, _ in run.module.named_parameters())
+    transient = transient_names(run.module)
+    yield from (name for name, _ in run.module.named_buffers() if name not in transient)
+    for label, optimizer in run.optim.optimizers.items():
+        yield from (f"group {number} of optimizer {label!r}" for number in range(len(optimizer.param_groups)))
 
 
 def _advice(changed: list[str], marks: list[Any]) -> str:

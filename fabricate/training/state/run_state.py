@@ -80,6 +80,8 @@ class Optimization:
     """For optimizers with `train()` and `eval()`: the one of the two that was called last."""
     held: dict[str, Any] = field(default_factory=dict)
     """Values that the module and the data hold outside their state, kept to notice at the first save whether they change."""
+    built: set[str] = field(default_factory=set)
+    """The names of the parameters, buffers and parameter groups when the fit began, and of those made later that a note has named."""
     equal_at: int = -1
     """The last step at which ranks with copies of the same weights were found to hold equal values."""
     logs: int = 0
