@@ -7,7 +7,7 @@ checkpoints.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -105,6 +105,39 @@ _OVER_RANKS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "dim_zero_min": lambda values: values.amin(0),
 }
 """The reductions that torchmetrics applies to the states of ranks, by the names of its functions."""
+
+
+def kinds_of_rows(metric: Any) -> dict[str, list[Any] | None]:
+    """For every list of rows that a torchmetrics object or collection keeps, by name: the dtype of a row and its shape; None if the list
+    holds no tensor. The names are the same on every rank."""
+    if hasattr(metric, "compute_groups"):
+        metric.items(
+            copy_state=False
+        )  # a collection shares lists that are equal, and only then gives them to each of its objects
+    kinds: dict[str, list[Any] | None] = {}
+    for name, owner, field in _lists_of_rows(metric):
+        first = next(iter(getattr(owner, field)), None)
+        kinds[name] = None
+        if isinstance(first, torch.Tensor):
+            kinds[name] = [str(first.dtype).removeprefix("torch."), list(first.shape[1:])]
+    return kinds
+
+
+def give_kinds_of_rows(metric: torch.nn.Module, kinds: dict[str, list[Any]]) -> None:
+    """Give every empty list of rows of a torchmetrics object or collection an empty tensor of the kind that another rank has.
+    torchmetrics itself sends a vector of floats for it, which cannot be gathered with whole numbers, for instance."""
+    for name, owner, field in _lists_of_rows(metric):
+        if name in kinds and not len(getattr(owner, field)):
+            dtype, shape = kinds[name]
+            setattr(owner, field, [torch.empty((0, *shape), dtype=getattr(torch, dtype), device=owner.device)])
+
+
+def _lists_of_rows(metric: torch.nn.Module) -> Iterator[tuple[str, Any, str]]:
+    """The lists that torchmetrics concatenates over ranks: a name for each, its object, and the name of its attribute."""
+    for path, part in metric.named_modules():
+        for field, reduction in part._reductions.items() if is_torchmetric(part) else ():
+            if isinstance(part._defaults.get(field), list) and getattr(reduction, "__name__", "") == "dim_zero_cat":
+                yield f"{path}.{field}", part, field
 
 
 def synchronise_torchmetrics(module: torch.nn.Module, group: Any) -> Callable[[], None]:

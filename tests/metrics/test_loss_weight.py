@@ -917,6 +917,32 @@ def test_an_update_of_the_weight_0_gets_a_note_that_the_optimizer_makes_it(
         assert errors.count("all losses of the update after step 1 have the weight 0") == noted, without
 
 
+def test_an_update_without_labels_gets_a_note_and_changes_what_a_loop_by_hand_changes(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    class NoLabels(Tagger):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            loss = self.loss(batch if batch_idx != 1 else batch | {"labels": torch.full_like(batch["labels"], -100)})
+            losses.append(loss)
+            return loss
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
+
+        def on_step(self) -> None:
+            weights.append(self.layer.weight.detach().clone())
+
+    losses: list[torch.Tensor] = []
+    weights: list[torch.Tensor] = []
+    fit(NoLabels())
+    assert capsys.readouterr().err.count("all losses of the update after step 1 have the weight 0, or no label") == 1
+    assert [bool(loss.isnan()) for loss in losses[:3]] == [False, True, False]
+    # momentum alone: v = 0.9 * v + weight_decay * w
+    begun = NoLabels().layer.weight.detach()
+    velocity = (begun - weights[0]) / 0.1
+    torch.testing.assert_close(weights[1], weights[0] - 0.1 * (0.9 * velocity + 0.1 * weights[0]))
+
+
 class Dropping(Tagger):
     """Trains on the mean over the rows that its collate_fn leaves."""
 

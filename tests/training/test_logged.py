@@ -196,6 +196,36 @@ def test_a_rank_without_rows_logs_nothing() -> None:
         assert run_ranks(counted, 2, strategy) == [expected] * 2
 
 
+class Ranks(Regression):
+    """Measures with torchmetrics objects that keep rows: numbers and labels, alone and in a collection."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.area = torchmetrics.AveragePrecision("binary")
+        both = {"one": torchmetrics.AveragePrecision("binary"), "two": torchmetrics.AveragePrecision("binary")}
+        self.several = torchmetrics.MetricCollection(both)
+
+    def validation_step(self, batch: Any) -> None:
+        number, label = batch[1].flatten(), (batch[1].flatten() * 8).long() % 2
+        self.area.update(number, label)
+        self.several.update(number, label)
+        self.log("area", self.area)
+        self.log("of", self.several)
+
+
+def ranked(strategy: str, rows: int) -> dict[str, float]:
+    trainer = Trainer(strategy=strategy, progress=False, print_plan="none")
+    return trainer.validate(Ranks(), ROWS[-rows:], batch_size=2)
+
+
+def test_torchmetrics_objects_that_keep_rows_compute_with_a_rank_that_has_none() -> None:
+    """A rank without rows sent floats where the other one had whole numbers, and gloo ended the process."""
+    for rows in (1, 4):
+        alone = ranked("single", rows)
+        assert len(alone) == 3
+        assert run_ranks(ranked, 2, "ddp", rows) == [pytest.approx(alone)] * 2
+
+
 def test_what_a_torchmetrics_object_counted_in_a_fit_or_an_evaluation_that_did_not_end_counts_nowhere_else() -> None:
     module, whole = Counting(), {"max_steps": None, "max_epochs": 1}
     fit(module, LearningRateFinder(num_training_steps=3), max_steps=3)

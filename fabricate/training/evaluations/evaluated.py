@@ -11,7 +11,7 @@ from typing import Any
 
 from fabricate.errors import ConfigurationError
 from fabricate.metrics.reduction import Metrics, one_number
-from fabricate.metrics.torchmetrics_objects import path_inside
+from fabricate.metrics.torchmetrics_objects import give_kinds_of_rows, kinds_of_rows, path_inside
 from fabricate.training.state.run_state import Run
 
 
@@ -107,8 +107,8 @@ def new_metrics(run: Run) -> Metrics:
 
 
 def share_objects(run: Run, metrics: Metrics) -> None:
-    """Register, on every rank, the torchmetrics objects that any rank logged. Computing such an object is a collective, and a rank without
-    rows has logged none. All ranks."""
+    """Register, on every rank, the torchmetrics objects that any rank logged, with what their lists of rows hold. Computing such an object
+    is a collective, and a rank without rows has logged none. All ranks."""
     if run.engine.world_size == 1:
         return
     mine = {name: path_inside(run.module, metric) for name, metric in metrics.objects.items()}
@@ -122,3 +122,9 @@ def share_objects(run: Run, metrics: Metrics) -> None:
                 "every rank can compute it"
             )
         metrics.objects.setdefault(name, run.module.get_submodule(path))
+    own = {name: kinds_of_rows(metric) for name, metric in metrics.objects.items()}
+    if any(own.values()):
+        everyone = run.engine.gather_json(own)
+        for name, metric in metrics.objects.items():
+            known = (pair for rank in reversed(everyone) for pair in rank[name].items())
+            give_kinds_of_rows(metric, {each: kind for each, kind in known if kind is not None})

@@ -225,9 +225,9 @@ class Losses:
         if not self._noted_no_weight and self.readers == 1 and not any(on_device(weight) or weight for weight in given):
             self._noted_no_weight = True
             self.run.journal.note(
-                f"all losses of the update after step {self.run.progress.step} have the weight 0. Their gradient is 0, but the optimizer "
-                "makes the update, so the weights still change with momentum or weight decay. To make no update for some rows, leave them "
-                "out of the data, for instance with torch.utils.data.Subset"
+                f"all losses of the update after step {self.run.progress.step} have the weight 0, or no label that counts. Their "
+                "gradient is 0, but the optimizer makes the update, so the weights still change with momentum or weight decay. To make no "
+                "update for some rows, leave them out of the data, for instance with torch.utils.data.Subset"
             )
 
     def seen(self, rows: int | None, noted: bool) -> None:
@@ -391,7 +391,7 @@ class WindowLosses:
             self._losses.seen(None, noted)
             note_accumulation(self._losses.run, self._first.divisors, self._micro_batches)
             self._losses.rules[self.optimizer] = self._new_rules
-        if self.rule.source == GivenWeights.source:
+        if self.rule.source != RowWeights.source:
             self._losses.look_at_weights(self._weights)
         self.total = self.rule.total(self._rows, self._weights)
         self.mean = self.values[0] if self._one_micro_batch else None
