@@ -111,9 +111,8 @@ def kinds_of_rows(metric: Any) -> dict[str, list[Any] | None]:
     """For every list of rows that a torchmetrics object or collection keeps, by name: the dtype of a row and its shape; None if the list
     holds no tensor. The names are the same on every rank."""
     if hasattr(metric, "compute_groups"):
-        metric.items(
-            copy_state=False
-        )  # a collection shares lists that are equal, and only then gives them to each of its objects
+        # Equal objects of a collection share one list, which only the first of them has until then.
+        metric.items(copy_state=False)
     kinds: dict[str, list[Any] | None] = {}
     for name, owner, field in _lists_of_rows(metric):
         first = next(iter(getattr(owner, field)), None)
