@@ -90,6 +90,30 @@ def test_weights_that_hooks_change_are_those_of_every_other_strategy(strategy: s
     assert bool((lent != lent.bfloat16().float()).any())
 
 
+class Shrinking(Net):
+    """A hook changes a small weight for the evaluation and for what follows, without `changing`."""
+
+    def on_eval_start(self) -> None:
+        with torch.no_grad():
+            self.second.bias.mul_(0.5)
+
+
+def _shrunk(strategy: str) -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    recorder = Recorder()
+    options: Any = {"strategy": strategy, "precision": "fp32", "progress": False, "plugins": [recorder]}
+    trainer = Trainer(max_steps=4, validate_every=2, sanity_batches=0, seed=3, **options)
+    metrics = trainer.fit(Shrinking(), ROWS, ROWS, batch_size=4, shuffle=False).metrics
+    return {**recorder.weights, "val_loss": torch.tensor(metrics["val_loss"])}
+
+
+@pytest.mark.parametrize("strategy", STAGES)
+def test_a_small_weight_that_is_changed_when_an_evaluation_begins_stays_changed(strategy: str) -> None:
+    wanted, actual = (run_ranks(_shrunk, 2, name)[0] for name in ("ddp", strategy))
+    apart = {name: float((actual[name] - value).abs().max()) for name, value in wanted.items()}
+    assert {name: difference for name, difference in apart.items() if difference > 1e-6} == {}
+
+
 class Clamping(Net):
     def on_step(self) -> None:
         self.first.weight.data.clamp_(-0.1, 0.1)

@@ -212,6 +212,9 @@ class ZeRO3(ZeRO):
     def after_evaluation(self, model: torch.nn.Module) -> None:
         # DeepSpeed has begun to gather the first layers for the next forward, and hooks could not change them.
         if self._engine is not None:
+            with self._uses.paused():
+                for parameter in self._uses.used:  # small ones, which are whole: on_eval_start may have changed them
+                    self._current(parameter)
             self._offloaded.partition_all_parameters()
             self._gather_persistent()
 

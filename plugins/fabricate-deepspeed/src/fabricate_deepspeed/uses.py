@@ -62,10 +62,15 @@ class Uses(TorchFunctionMode):
         """Record `parameters` as used."""
         self._used |= {id(parameter): parameter for parameter in parameters if id(parameter) in self._names}
 
+    @property
+    def used(self) -> list[torch.nn.Parameter]:
+        """The parameters used since the last call of `settle`."""
+        return list(self._used.values())
+
     def settle(self) -> None:
         """Apply changes to the parameters used so far, through the function `settle`. This rank alone."""
         if self._used:
-            used, self._used = list(self._used.values()), {}
+            used, self._used = self.used, {}
             with self.paused():
                 self._settle(used)
 
