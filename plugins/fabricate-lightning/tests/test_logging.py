@@ -245,6 +245,42 @@ def _evaluations(path: Path) -> list[tuple[str, ...]]:
     return [tuple(line.get(n, "")[:6] for n in names) for line in lines if line.get("test_rows") or line["val_loss"]]
 
 
+class Destinations(Classifier):
+    """Logs values for epochs only, for steps only, for both, and without the loggers."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        number = float(self.global_step**2)
+        self.log("mean_of_epoch", number, on_step=False, on_epoch=True)
+        self.log("step_only", number)
+        self.log("forked", number, on_step=True, on_epoch=True)
+        self.log("hidden", number, on_step=True, on_epoch=True, logger=False)
+        return loss
+
+
+def _columns(logger: CSVLogger, names: tuple[str, ...]) -> dict[str, list[float]]:
+    with (Path(logger.log_dir) / "metrics.csv").open() as file:
+        lines = list(csv.DictReader(file))
+    return {name: [float(line[name]) for line in lines if line.get(name)] for name in names}
+
+
+@pytest.mark.parametrize("log_every", [1, 2, 5])
+def test_loggers_get_a_value_of_an_epoch_once_for_each_epoch(tmp_path: Path, log_every: int) -> None:
+    loggers: list[CSVLogger] = []
+
+    def logger() -> CSVLogger:
+        loggers.append(CSVLogger(tmp_path, version=len(loggers)))
+        return loggers[-1]
+
+    both(Destinations, lambda: (loader(),), logger=logger, log_every_n_steps=log_every, max_epochs=2)
+    whole = ("mean_of_epoch", "forked_epoch", "forked", "hidden", "hidden_step", "hidden_epoch")
+    theirs, ours = (_columns(each, whole) for each in loggers)
+    assert ours == {name: pytest.approx(values, rel=1e-6) for name, values in theirs.items()}
+    assert len(ours["mean_of_epoch"]) == 2
+    steps = _columns(loggers[1], ("step_only", "forked_step"))
+    assert steps["step_only"] == steps["forked_step"] != []
+
+
 @pytest.mark.parametrize("length", [{"max_epochs": 2}, {"max_epochs": 2, "max_steps": 10}], ids=case)
 def test_evaluations_after_a_fit_are_at_its_step_and_epoch(tmp_path: Path, length: dict[str, int]) -> None:
     loggers: list[CSVLogger] = []

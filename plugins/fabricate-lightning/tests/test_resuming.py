@@ -240,6 +240,16 @@ def test_ckpt_path_last_loads_the_state_of_the_data_module(tmp_path: Path) -> No
     assert ends[1].calls.count("load_state_dict") == 1
 
 
+def test_a_second_fit_of_one_trainer_says_that_it_begins_anew(capsys: pytest.CaptureFixture[str]) -> None:
+    said = []
+    trainer = fabricate_lightning.Trainer(max_epochs=1, logger=False, enable_progress_bar=False)
+    for _ in range(2):
+        trainer.fit(Classifier(), loader())
+        said.append("this Trainer has run a fit before" in capsys.readouterr().out)
+    assert said == [False, True]
+    assert trainer.global_step == 7
+
+
 def test_hooks_of_checkpoints_see_what_hooks_added() -> None:
     from fabricate_lightning.saved import Checkpoint
 

@@ -32,8 +32,8 @@ def lines(adapted: Any, trainer: Trainer) -> Iterator[str]:
     yield "shuffled data has another order, from the seed and the epoch, so that a run can resume within an epoch"
     yield "loaders and validation do not use the random generators of training, so dropout has other masks than in Lightning"
     yield (
-        "a value logged with on_step is the mean since the last log boundary (in Lightning: the last value); the mean of each epoch "
-        "is logged too, as epoch_NAME"
+        "in loggers, a value logged with on_step is the mean since the last log boundary (in Lightning: the last value), at the number of "
+        "updates (in Lightning: one less); metrics.jsonl has such means of every value, and the mean of each epoch as epoch_NAME"
     )
     yield from _shares(trainer)
     yield from _validations(trainer)

@@ -92,6 +92,8 @@ class Logs:
         self.progress_bar_metrics: dict[str, torch.Tensor] = {}
         self.epoch: dict[str, tuple[str, Options]] = {}
         """The names and options logged in the training epoch in progress, by the name under which fabricate records the value."""
+        self.not_of_steps: set[str] = set()
+        """The names under which fabricate records values that loggers do not get for a step, but for an epoch or not at all."""
         self._sums: dict[str, Sum] = {}
         self._objects: dict[str, tuple[Any, Options]] = {}
         """torchmetrics objects that were logged and are not computed yet."""
@@ -162,6 +164,8 @@ class Logs:
             record(recorded, value, weight=batch_size, reduce=options.reduction if options.on_epoch else "mean")
         if options.on_epoch:
             self.epoch[recorded] = name, options
+        if not (options.on_step and options.logger):
+            self.not_of_steps.add(recorded)
 
     def settle(self, known: Mapping[str, float], module: torch.nn.Module, world_size: int) -> dict[str, float]:
         """The values logged for the epoch or the evaluation since the last call, by their names for loggers. known: the values that
@@ -185,12 +189,16 @@ class Logs:
     def forget(self) -> None:
         """Discard all values, because a fit or an evaluation begins."""
         self.callback_metrics, self.logged_metrics, self.progress_bar_metrics, self.epoch = {}, {}, {}, {}
+        self.not_of_steps = set()
         self._sums, self._objects, self._computed = {}, {}, []
 
     def restore(self, metrics: Mapping[str, float], epoch: Mapping[str, Any]) -> None:
         """Restore the values and the names of a checkpoint."""
         self.callback_metrics = {name: torch.tensor(value) for name, value in metrics.items()}
         self.epoch = {recorded: (name, Options(*options)) for recorded, (name, options) in epoch.items()}
+        self.not_of_steps = {
+            name for name, (_, options) in self.epoch.items() if not (options.on_step and options.logger)
+        }
 
     def begin_evaluation(self) -> None:
         """Record values for an evaluation from now on; torchmetrics objects of the training in progress are set aside."""

@@ -51,7 +51,8 @@ class WithLoggers(Adapted):
         for monitor in monitors:
             for name, rate in rates.items():
                 monitor.lrs.setdefault(name, []).append(rate)
-        self._to_loggers({**metrics, **rates}, step, trainer.epoch)
+        of_steps = {name: value for name, value in metrics.items() if name not in self.view.logs.not_of_steps}
+        self._to_loggers({**of_steps, **rates}, step, trainer.epoch)
 
     def on_exception(self, exception: BaseException) -> None:
         self._status = "failed"

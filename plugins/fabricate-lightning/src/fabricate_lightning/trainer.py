@@ -143,6 +143,11 @@ class Trainer(TrainerView):
             )
         self.core = self._make(translation, run_dir)
         assert self.adapted is not None
+        if ckpt_path is None and self._result is not None:
+            self.notes.append(
+                "this Trainer has run a fit before: this one begins at step 0, with new optimizers; Lightning goes on counting from "
+                "there, and trains nothing if max_epochs is reached"
+            )
         if ckpt_path == "last" and run_dir is not None and not any((run_dir / "checkpoints").glob("*")):
             self.notes.append(f"fit(ckpt_path='last'): {run_dir} has no checkpoint, so the fit begins at step 0")
         resume = {None: "never", "last": "auto"}.get(ckpt_path, ckpt_path)
