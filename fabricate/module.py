@@ -282,8 +282,9 @@ class TrainModule(torch.nn.Module, Listener):
     def export(self, path: Path) -> None:
         """Write the content of RUN_DIR/model/ into `path`; called on all ranks. Optional: by default, a transformers model is
         written in its own layout if the module contains exactly one (then without layers outside of it, which a note names), otherwise
-        `model.safetensors` with the parameters and persistent buffers, named as in `state_dict()`. What layers add to `state_dict()`
-        themselves is not in it, and the plan has a note about it."""
+        `model.safetensors` with the parameters and persistent buffers, named as in `state_dict()`. A tied weight is in it once:
+        `safetensors.torch.load_model(module, path)` loads it under all of its names. What layers add to `state_dict()` themselves is
+        not in it, and the plan has a note about it."""
         raise FabricateError("export is called only where it is overridden")
 
     @foreign_names.translated(foreign_names.LOG)

@@ -279,6 +279,20 @@ def test_the_best_checkpoint_is_kept_and_found(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize(("mode", "sign"), [("max", 1.0), ("min", -1.0)])
+def test_an_infinite_metric_that_would_be_the_best_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], mode: str, sign: float
+) -> None:
+    keep = {"last": 1, "best": 1, "metric": "val_loss", "mode": mode}
+    values = [sign * value for value in (1.0, math.inf, 3.0, -math.inf)]
+    result = fit(
+        Scripted(values), val=ROWS[:2], max_steps=4, validate_every=1, save_every=1, run_dir=tmp_path, keep=keep
+    )
+    assert result.best_score == sign * 3.0
+    notes = [line for line in capsys.readouterr().err.splitlines() if "not counted among the best" in line]
+    assert [note.partition(" is not")[0] for note in notes] == [f"note: val_loss={sign * math.inf}"]
+
+
 def test_a_fit_may_end_with_its_best_weights(tmp_path: Path) -> None:
     import safetensors.torch
 

@@ -34,10 +34,14 @@ _PRODUCTS = ("DotBackward0", "VdotBackward0", "BmmBackward0")
 _NON_LINEAR = frozenset(
     {
         *("Sqrt", "Rsqrt", "Pow", "Reciprocal", "Exp", "Expm1", "Log", "Log2", "Log10", "Log1P", "Abs", "Relu", "Tanh"),
-        *("Sigmoid", "LogSigmoid", "Softplus", "Softmax", "LogSoftmax", "Logsumexp"),
+        *("Sigmoid", "LogSigmoid", "Softplus", "Softmax", "LogSoftmax", "Logsumexp", "Hardsigmoid", "Threshold"),
+        *("Elu", "LeakyRelu", "Gelu", "Silu", "Mish", "Sin", "Cos", "Atan", "Erf"),
         *("Maximum", "Minimum", "Max", "Min"),
     }
 )
+_LIMITS = {"Clamp": ("_saved_min", "_saved_max"), "ClampMin": ("_saved_min", ""), "ClampMax": ("", "_saved_max")}
+_LIMITS |= {"Hardtanh": ("_saved_min_val", "_saved_max_val")}
+"""The operations that limit a value, with the fields that hold the least and the largest value."""
 _STATISTICS = frozenset({"LinalgVectorNorm", "Norm", "Dist", "Std", "Var", "Median", "Logsumexp"})
 """Reductions that are not linear in what they reduce."""
 _SELECTIONS = ("IndexBackward0", "IndexSelectBackward0", "GatherBackward0")
@@ -271,12 +275,32 @@ def _is_a_layer(node: Any) -> bool:
 
 
 def _is_non_linear(node: Any, found: int) -> bool:
-    """Whether an operation is not linear in the `found` inputs that depend on means."""
-    if operation_of(node) == "Clamp":
-        return found > 0 and node._saved_self.numel() > 1  # a limit of one number is usually a guard that does not act
+    """Whether an operation is not linear in the `found` inputs that depend on means. May wait for the device."""
+    if operation_of(node) in _LIMITS:
+        return found > 0 and (node._saved_self.numel() > 1 or _is_near_a_limit(node))
+    if operation_of(node) == "Where":
+        return found > 0 and _replaces_means(node)
     if hasattr(node, "_saved_reduction"):
         return found > 0  # a loss function of means, such as the mse_loss of mean features
     return (found > 0 and operation_of(node) in _NON_LINEAR) or (found > 1 and operation_of(node) in ("Mul", "Div"))
+
+
+def _is_near_a_limit(node: Any) -> bool:
+    """Whether one number is limited to less than ten times, or more than a tenth, of itself. Other limits are usually guards that do not
+    act. Waits for the device."""
+    value = float(node._saved_self.detach())
+    given = [getattr(node, name, None) for name in _LIMITS[operation_of(node)]]
+    least, most = (None if limit is None else float(torch.as_tensor(limit).detach().max()) for limit in given)
+    return (least is not None and value <= max(least, 10 * least)) or (
+        most is not None and value >= min(most, most / 10)
+    )
+
+
+def _replaces_means(node: Any) -> bool:
+    """Whether `where` takes some of its values from an input without gradient. Waits for the device."""
+    constant = [source is None for source, _ in node.next_functions]
+    condition = node._saved_condition
+    return (constant[0] and bool(condition.any())) or (constant[-1] and not bool(condition.all()))
 
 
 def _is_a_sum_of_squares(node: Any) -> bool:

@@ -74,8 +74,8 @@ class _Reduced(NamedTuple):
     sizes: tuple[int, ...]
     """The sizes of the tensor; for a mean the number of its elements."""
     is_mean: bool = False
-    """Whether it is the result of `mean` or of a loss function like mse_loss, or a sum divided by the number of its elements, perhaps
-    scaled by a number, or a sum of such means over equal sizes."""
+    """Whether it is the result of `mean` or of a loss function like mse_loss, or a sum divided by the number of its elements or of equal
+    groups of them, such as rows, perhaps scaled by a number, or a sum of such means over equal sizes."""
     terms: tuple[tuple[int, ...], ...] = ()
     """For sums that were added up one by one, as in a loop over rows: the sizes of the tensor of each."""
     means: int = 1
@@ -354,8 +354,9 @@ class StepWatch(TorchFunctionMode):
             return False  # it may come from this sum
         means = [float(each.result) for each in self._all() if each.is_over(rows) and each.is_unchanged()]
         means += [float(each.result) / rows for each in sums if each.sizes == (rows,)]
-        made = [scale * part for mean in means for part in (mean, 1 - mean) for scale in (1, 100)]
-        return any(math.isclose(value, each) for each in made)
+        # A sum over several values of each row that is 0, or its difference from 1, says too little.
+        parts = [*means, *(1 - mean for mean in means), *filter(None, _per_row(sums, rows))]
+        return any(math.isclose(value, scale * part) for part in parts for scale in (1, 100))
 
     def gives_losses_over_rows(self, logged: list[Any], rows: int) -> bool:
         """Whether the losses in `logged`, or all its entries if none is called a loss, are recorded means over one value for each of `rows`
@@ -492,11 +493,16 @@ def _quotient(new: Callable[..., _Reduced], dividend: _Reduced, divisor: Any) ->
     sizes, terms, means = dividend.sizes, dividend.terms, dividend.means
     number = None if isinstance(divisor, torch.Tensor) else divisor
     if dividend.divisor is None:
-        is_mean = len(terms) <= 1 and number == math.prod(sizes)
+        is_mean = len(terms) <= 1 and number is not None and number >= 1 and math.prod(sizes) % number == 0
         return new(divisor, sizes, is_mean, terms)
     if number is None:  # a mean that is divided by a mean of its weights
         return new(math.prod(sizes) * divisor, sizes, False, terms)
     return new(dividend.divisor, sizes, dividend.is_mean, terms, means, mean_of_means=number == means > 1)
+
+
+def _per_row(sums: Iterable[_Reduced], rows: int) -> list[float]:
+    """What sums over equally many values of each row are, divided by the `rows`. Waits for the device."""
+    return [float(each.result) / rows for each in sums if math.prod(each.sizes) % rows == 0]
 
 
 def _is_number(result: Any) -> bool:

@@ -349,6 +349,11 @@ def focused(loss: torch.Tensor) -> torch.Tensor:
     return (1 - torch.exp(-loss)) ** 2 * loss
 
 
+def free_bits(limited: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """A loss with a term that is a function of a mean over the batch, which is about 1."""
+    return EACH.mean() + limited(LOGITS.square().mean(1).mean())
+
+
 @pytest.mark.parametrize(
     ("loss", "rows", "function"),
     [
@@ -367,6 +372,18 @@ def focused(loss: torch.Tensor) -> torch.Tensor:
         (lambda: LOGITS.square().mean() * (1 + EACH.mean()), 6, "Mul"),
         (lambda: LOGITS.square().mean(0).clamp(min=0.1).sum(), 6, "Clamp"),
         (lambda: LOGITS.square().mean().clamp(max=100.0), 6, ""),  # a guard
+        (lambda: LOGITS.square().mean().clamp(min=1e-6), 6, ""),
+        (lambda: free_bits(lambda kl: kl.clamp(min=0.5)), 6, "Clamp"),
+        (lambda: free_bits(lambda kl: kl.clamp_min(0.5)), 6, "ClampMin"),
+        (lambda: free_bits(lambda kl: kl.clamp(min=torch.tensor(0.5))), 6, "Clamp"),
+        (lambda: free_bits(lambda kl: kl.clamp_max(1.5)), 6, "ClampMax"),
+        (lambda: free_bits(torch.nn.functional.hardtanh), 6, "Hardtanh"),
+        (lambda: free_bits(torch.nn.functional.elu), 6, "Elu"),
+        (lambda: free_bits(lambda kl: torch.nn.functional.threshold(kl, 0.1, 0.1)), 6, "Threshold"),
+        (lambda: free_bits(lambda kl: torch.where(kl > 1e3, kl, 1e3)), 6, "Where"),
+        (lambda: free_bits(lambda kl: torch.where(kl.isnan(), 0.0, kl)), 6, ""),  # a guard
+        (lambda: torch.where(LOGITS > 0, LOGITS, 0.0).mean(), 6, ""),
+        (lambda: torch.where(LOGITS.square().mean(0) > 1e3, LOGITS.square().mean(0), 1e3).sum(), 6, "Where"),
         (lambda: EACH.mean() + mse_loss(LOGITS.mean(0), torch.zeros(5)), 6, "MseLoss"),
         (lambda: torch.stack([EACH.mean(), LOGITS.mean()]).max(), 6, "Max"),
         (lambda: EACH.mean() - (LOGITS.softmax(1).mean(0).log() * 0.2).sum(), 6, "Log"),

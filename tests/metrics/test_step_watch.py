@@ -110,6 +110,12 @@ def _in_a_loop(means: list[torch.Tensor]) -> torch.Tensor:
         (lambda: kl_div(PER_ROW[:, None].log_softmax(1), torch.ones(3, 1), reduction="batchmean"), True),
         (lambda: 100 * (1 - (PER_ROW > 0).float().mean()), True),
         (lambda: 100 * (PER_ROW > 0).sum() / len(PER_ROW), True),
+        (lambda: (LOGITS[:3] > 0).sum() / 3, True),  # how many of each row
+        (lambda: (LOGITS[:3] > 0).sum().item() / 3, True),
+        (lambda: 100 * ((LOGITS[:3] > 0).sum() / 3), True),
+        (lambda: cross_entropy(LOGITS, TARGET.abs() % 5, reduction="sum") / 3, True),
+        (lambda: (LOGITS[:3] > 0).sum() / 15, False),
+        (lambda: (LOGITS[:3] > 9).sum().item() / 3, False),  # 0 might be a mean over labels too
         (lambda: (PER_ROW.mean() + PER_ROW.abs().mean()) / 2, True),
         (lambda: sum(LOGITS[: 1 + row].mean() for row in range(3)) / 3, True),
         (lambda: _in_a_loop([LOGITS[: 1 + row].mean() for row in range(3)]) / 3, True),

@@ -73,7 +73,14 @@ def request_best(run: Run, metrics: Mapping[str, float]) -> None:
     rank 0 requests; all ranks save."""
     keep = run.settings.keep
     value = metrics.get(keep["metric"], math.nan)
-    if run.run_dir is None or run.engine.rank != 0 or "best" not in keep or not math.isfinite(value):
+    if run.run_dir is None or run.engine.rank != 0 or "best" not in keep:
+        return
+    if not math.isfinite(value):
+        if value == (math.inf if keep["mode"] == "max" else -math.inf):
+            run.journal.note(
+                f"{keep['metric']}={value} is not counted among the best, because checkpoints record finite metrics only; log a value that "
+                "stays finite, for example with clamp"
+            )
         return
     if not among_best(format.committed(checkpoints(run)), keep, value):
         return
