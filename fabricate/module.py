@@ -209,7 +209,7 @@ class TrainModule(torch.nn.Module, Listener):
         A scheduler is a torch object or one of transformers' names ("linear", "cosine", "wsd", ...) with options:
         "cosine:warmup=0.1". A scheduler advances once per update; with `(optimizer, scheduler, "epoch")` once per epoch.
         `ReduceLROnPlateau` advances after each validation, by `val_loss`, or by the metric named third:
-        `(optimizer, scheduler, "metric")`. The line of metrics of that step is written before, with the rate before.
+        `(optimizer, scheduler, "metric")`. The metrics line of that step is written before the validation, so it has the old rate.
         `self.trainer.total_steps` is the number of updates of the fit. An optimizer with `train()` and `eval()` (a schedule-free
         one) is put into eval mode for evaluations, saves, the export and after the fit; do not call these two methods yourself."""
         raise ConfigurationError(

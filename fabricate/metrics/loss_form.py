@@ -279,7 +279,7 @@ def _is_non_linear(node: Any, found: int) -> bool:
     if operation_of(node) in _LIMITS:
         return found > 0 and (node._saved_self.numel() > 1 or _is_near_a_limit(node))
     if operation_of(node) == "Where":
-        return found > 0 and _replaces_means(node)
+        return found > 1 or (found > 0 and _replaces_means(node))
     if hasattr(node, "_saved_reduction"):
         return found > 0  # a loss function of means, such as the mse_loss of mean features
     return (found > 0 and operation_of(node) in _NON_LINEAR) or (found > 1 and operation_of(node) in ("Mul", "Div"))

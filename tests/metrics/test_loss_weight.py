@@ -381,6 +381,7 @@ def free_bits(limited: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
         (lambda: free_bits(torch.nn.functional.elu), 6, "Elu"),
         (lambda: free_bits(lambda kl: torch.nn.functional.threshold(kl, 0.1, 0.1)), 6, "Threshold"),
         (lambda: free_bits(lambda kl: torch.where(kl > 1e3, kl, 1e3)), 6, "Where"),
+        (lambda: free_bits(lambda kl: torch.where(kl > 1e3, kl, EACH.mean())), 6, "Where"),
         (lambda: free_bits(lambda kl: torch.where(kl.isnan(), 0.0, kl)), 6, ""),  # a guard
         (lambda: torch.where(LOGITS > 0, LOGITS, 0.0).mean(), 6, ""),
         (lambda: torch.where(LOGITS.square().mean(0) > 1e3, LOGITS.square().mean(0), 1e3).sum(), 6, "Where"),

@@ -93,7 +93,7 @@ class Logs:
         self.epoch: dict[str, tuple[str, Options]] = {}
         """The names and options logged in the training epoch in progress, by the name under which fabricate records the value."""
         self.not_of_steps: set[str] = set()
-        """The names under which fabricate records values that loggers do not get for a step, but for an epoch or not at all."""
+        """Names that the loggers do not get at log boundaries, because they are logged for the epoch only or with logger=False."""
         self._sums: dict[str, Sum] = {}
         self._objects: dict[str, tuple[Any, Options]] = {}
         """torchmetrics objects that were logged and are not computed yet."""
