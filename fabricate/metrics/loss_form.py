@@ -341,7 +341,8 @@ def is_over_a_part(loss: torch.Tensor, rows: int | None = None) -> bool:
     rows. May wait for the device."""
     terms = terms_of(loss)
     single = _of_single_rows(terms, rows)
-    if rows and len(single) > 1 and any(_is_odd(divisors, rows, len(single)) for _, divisors in single):
+    several = len(single) > 1 or (len(terms) == 1 and any(_is_a_list_of_one(*term) for term in single))
+    if rows and several and any(_is_odd(divisors, rows, len(single)) for _, divisors in single):
         return True
     parts = parts_of(loss, rows)
     counts = {node._saved_target.numel() for node in parts if is_mean_cross_entropy(node)}
@@ -349,6 +350,11 @@ def is_over_a_part(loss: torch.Tensor, rows: int | None = None) -> bool:
     return any(
         _is_over_a_part(node, rows, counts) for node in parts + products if not (rows and is_of_one_row(node, rows))
     )
+
+
+def _is_a_list_of_one(node: Any, divisors: list[float]) -> bool:
+    """Whether a result is the mean of a list of one loss: stacked, or divided by one."""
+    return operation_of(node) in ("Stack", "Cat") or 1.0 in divisors
 
 
 def _is_odd(divisors: list[float], rows: int, terms: int) -> bool:

@@ -175,6 +175,8 @@ def _selects_a_row(node: Any, rows: int) -> bool:
         return False
     if operation_of(node) == "Unbind":
         return node._saved_dim == 0 and len(node._input_metadata) == rows
+    if operation_of(node) in ("Slice", "Split"):
+        return rows > 1 and sizes_before(node)[:1] == (rows,) and node._input_metadata[0].shape[0] == 1
     return operation_of(node) == "Select" and node._saved_dim == 0 and node._saved_self_sym_sizes[0] == rows
 
 

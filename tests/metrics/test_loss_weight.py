@@ -448,6 +448,15 @@ def summed(lengths: list[int]) -> torch.Tensor:
         (lambda: 0.5 * looped(list(range(6)), lambda row: 1 + row % 5) / 6 + EACH.mean(), 6, False, False),
         (lambda: summed([5] * 6) / 30, 6, False, False),
         (lambda: looped(list(range(6))), 6, False, True),
+        (lambda: torch.stack([LOGITS[4].mean()]).mean(), 6, True, False),
+        (lambda: torch.cat([LOGITS[4].mean().reshape(1)]).mean(), 6, True, False),
+        (lambda: looped([4]) / 1, 6, True, False),
+        (lambda: sum((LOGITS[row : row + 1].mean() for row in (0, 2)), ZERO) / 2, 6, True, False),
+        (lambda: sum((LOGITS[row : row + 1].mean() for row in range(6)), ZERO) / 6, 6, False, False),
+        (lambda: sum((each.mean() for each in LOGITS.split(1)[2:]), ZERO) / 4, 6, True, False),
+        (lambda: sum((each.mean() for each in LOGITS.split(2)[1:]), ZERO) / 2, 6, False, False),
+        (lambda: LOGITS[4].mean(), 6, False, False),  # such as the state of the last layer
+        (lambda: torch.stack([LOGITS[0].mean()]).mean(), 1, False, False),
         (lambda: looped([0]), 1, False, False),
         (lambda: looped([0, 1, 2]) / 3, 4, False, False),  # these are no rows
     ],
