@@ -65,7 +65,7 @@ def rows(
     shown = _of_row(recorded, row, orders) if row is not None else _of_step(recorded, step or 0, rank, orders)
     numbers = [shown["row"]] if row is not None else [number for part in shown["parts"] for number in part["rows"]]
     if data is not None:
-        shown["data"] = data.texts(numbers)
+        shown["data"] = data.texts(numbers, shown.get("epoch", 0))
         for note in data.notes:
             click.echo(f"note: {note}", err=True)
     if as_json:
@@ -135,8 +135,11 @@ class _Data:
         """The order of an epoch, as the fit drew it."""
         return self._source.order_of(epoch) if data["drawn"] == "sampler" else recorded_order(data, epoch)
 
-    def texts(self, numbers: Sequence[Any]) -> dict[str, str]:
-        """The text of each row, by number."""
+    def texts(self, numbers: Sequence[Any], epoch: int) -> dict[str, str]:
+        """The text of each row in `epoch`, by number."""
+        from fabricate.data.random_scope import set_epoch
+
+        set_epoch(self._source.data, epoch)
         return {
             str(number): _text(row)[:_LONGEST]
             for number, row in zip(numbers, self._source.read(list(numbers)), strict=True)

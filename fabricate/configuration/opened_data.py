@@ -103,6 +103,8 @@ def open_data(
     }
     if few is not None and validation:
         assert source is not None
+        for each in validation.values():
+            each.repeats_training = True
         source.notes += (f"overfit_batches={few}: validation reads the training batches instead of val",)
     if train is not None:
         _refuse_one_pass(settings, train, sets)

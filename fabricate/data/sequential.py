@@ -181,7 +181,7 @@ class _Reader(IterableDataset[Any]):
                 raise self._cannot_resume(state["taken"])
             return _Cursor(self.dataset, seed, epoch, self._cap, self._keeps_state, state), self._start
         if state is not None:
-            _finish_epoch(self.dataset, seed, epoch - 1, self._cap, state)
+            _finish_epoch(self.dataset, seed, max(epoch - 1, 0), self._cap, state)  # overfit_batches repeats epoch 0
         cursor = _Cursor(self.dataset, seed, epoch, self._cap, self._keeps_state)
         return cursor, self._replay(cursor)
 

@@ -164,6 +164,8 @@ class Source(ABC):
         self._cap = setup.limited(units, step)
         self._units_per_window = step * setup.accumulation
         self._evaluation: int | None = None
+        self.repeats_training = False
+        """Whether an evaluation reads the training batches (`overfit_batches`), with their random numbers."""
         self.kind = kind
         self.batch_size = batch_size
         self.resumes = resumes
@@ -248,7 +250,7 @@ class Source(ABC):
     def reading_seed(self) -> int:
         """The seed of the random state during reading. Training data and each set of an evaluation have their own, because rows may be
         drawn at random while they are read: with equal seeds a validation would get rows that were trained on."""
-        if self._setup.training:
+        if self._setup.training or self.repeats_training:
             return self.seed
         return derive_seed(self.seed, self._setup.argument, self._evaluation)
 

@@ -101,7 +101,7 @@ def windows(run: Run) -> Iterator[Window]:
     if not progress.position:  # otherwise this epoch continues from a checkpoint
         progress.micro_step = 0
     timed = run.journal.stopwatch.timed  # measures how long each batch takes to arrive
-    remaining = _interruptible(run, source.windows(progress.epoch, progress.position, timed))
+    remaining = _interruptible(run, source.windows(run.data_epoch(), progress.position, timed))
     if run.engine.world_size > 1:
         remaining = _same_on_all_ranks(run, remaining) if source.num_samples is None else remaining
         remaining = _beginning_alike(run, source, remaining)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import runpy
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -96,6 +97,46 @@ def test_a_script_shows_the_rows_themselves_and_trains_nothing(
         == f"([{4.0 * first}, {4.0 * first + 1}, {4.0 * first + 2}, {4.0 * first + 3}], {first})"
     )
     assert not (tmp_path / "never").exists()
+
+
+BY_EPOCH = """
+import sys
+import torch
+from fabricate import Trainer, TrainModule
+
+class Net(TrainModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(1, 1)
+        self.batches = []
+    def training_step(self, batch):
+        self.batches.append(batch.flatten().tolist())
+        return self.layer(batch).square().mean()
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+class ByEpoch(torch.utils.data.Dataset):
+    epoch = 0
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+    def __len__(self):
+        return 8
+    def __getitem__(self, row):
+        return torch.tensor([row + 100.0 * self.epoch])
+
+module = Net()
+Trainer(max_epochs=3, run_dir=RUN_DIR, progress=False).fit(module, ByEpoch(), batch_size=4)
+"""
+
+
+def test_rows_of_a_data_set_with_set_epoch_are_those_of_the_epoch_of_the_step(tmp_path: Path) -> None:
+    script = tmp_path / "by_epoch.py"
+    script.write_text(BY_EPOCH.replace("RUN_DIR", repr(str(tmp_path / "run"))))
+    seen = runpy.run_path(str(script))["module"].batches
+    for step in (1, 3, 6):
+        shown = answer(tmp_path / "run", "--step", step, script)["data"]
+        assert list(shown.values()) == [f"[{value}]" for value in seen[step - 1]], step
+    assert answer(tmp_path / "run", "--row", 5, script)["data"] == {"5": "[5.0]"}
 
 
 def test_data_that_is_not_the_runs_is_refused(run_and_batches: tuple[Path, list[list[int]]], script: Path) -> None:

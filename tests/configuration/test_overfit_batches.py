@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler
+from torch.utils.data import DataLoader, Dataset, IterableDataset, WeightedRandomSampler
 
 from fabricate import ConfigurationError, Trainer, TrainModule
 from fabricate.testing import run_ranks
@@ -52,6 +52,33 @@ class Stream(IterableDataset[Any]):
         return iter(ROWS)
 
 
+class ByEpoch(Dataset[Any]):
+    """Has other rows in each epoch."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return len(ROWS)
+
+    def __getitem__(self, row: int) -> torch.Tensor:
+        return ROWS[row] + 1000 * self.epoch
+
+
+class StreamByEpoch(IterableDataset[Any]):
+    """Has other rows in each epoch, in a random order."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(ROWS[torch.randperm(len(ROWS))] + 1000 * self.epoch)
+
+
 @pytest.mark.parametrize(
     ("train", "batch_size"),
     [
@@ -60,13 +87,22 @@ class Stream(IterableDataset[Any]):
         (DataLoader(ROWS, batch_size=4), None),
         (list(ROWS.split(4)), None),
         (Stream(), 4),
+        (ByEpoch(), 4),
+        (DataLoader(ByEpoch(), batch_size=4, shuffle=True, num_workers=1, persistent_workers=True), None),
     ],
-    ids=["data set", "shuffled loader", "loader", "list of batches", "stream"],
+    ids=["data set", "shuffled loader", "loader", "list of batches", "stream", "set_epoch", "set_epoch in a loader"],
 )
 def test_every_epoch_and_the_validation_read_the_same_first_batches(train: Any, batch_size: int | None) -> None:
     module = fit(train, ROWS + 100, batch_size)
     assert module.rows == FIRST * 2
     assert module.validated == FIRST * 2
+
+
+def test_a_stream_of_another_order_in_each_pass_yields_the_same_batches_in_every_epoch() -> None:
+    module = fit(DataLoader(StreamByEpoch(), batch_size=4), ROWS, batch_size=None)
+    assert module.rows[:2] == module.rows[2:]
+    assert module.validated == module.rows
+    assert all(row < len(ROWS) for batch in module.rows for row in batch)
 
 
 def test_a_share_counts_batches_and_without_val_nothing_is_validated() -> None:

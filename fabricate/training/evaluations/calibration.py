@@ -81,7 +81,7 @@ def _read(run: Run, source: Source, batches: int | None) -> None:
 
 def _micro_batches(run: Run, source: Source, batches: int | None) -> Iterator[Any]:
     """The micro-batches of the epoch that would come next: the first `batches`, or all."""
-    with contextlib.closing(source.windows(run.progress.epoch)) as windows:
+    with contextlib.closing(source.windows(run.data_epoch())) as windows:
         yield from itertools.islice(itertools.chain.from_iterable(window.micro_batches for window in windows), batches)
 
 

@@ -203,6 +203,10 @@ class Run:
     notes: list[str] = field(default_factory=list)
     """Lines for the plan."""
 
+    def data_epoch(self) -> int:
+        """The epoch whose batches are read: always the first one under `overfit_batches`."""
+        return self.progress.epoch if self.settings.overfit_batches is None else 0
+
     def is_long_enough(self) -> bool:
         """Whether `min_steps` and `min_epochs` are over, so that a requested stop ends the fit."""
         least_steps, least_epochs = self.settings.min_steps or 0, self.settings.min_epochs or 0
