@@ -177,8 +177,9 @@ class Strategy(Listener):
         """Called when an evaluation's forwards are done, before anything reads parameters. All ranks."""
 
     def route(self) -> int:
-        """A number below 2**62 that identifies which layers ran in the last window and which have gradients. Ranks compare it at each
-        boundary; different numbers are an error. Called before gradients are cleared; no wait."""
+        """A number below 2**62 that identifies which layers ran in the last window and which have gradients; after an evaluation under
+        `lockstep`, which layers ran in it. Ranks compare it at each boundary and after each evaluation; different numbers are an
+        error. Called before gradients are cleared; no wait."""
         return 0
 
     def backward(self, loss: torch.Tensor) -> None:

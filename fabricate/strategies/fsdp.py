@@ -343,6 +343,7 @@ class FSDP(Strategy):
         hooks = [
             unit.register_forward_pre_hook(functools.partial(self._runs, number))
             for number, (_, unit) in enumerate(units)
+            if self._world_size > 1
         ]
         hooks += [unit.register_forward_pre_hook(self._forgets) for unit in (root, *(unit for _, unit in units))]
         undo = [hook.remove for hook in hooks]
@@ -435,6 +436,7 @@ class FSDP(Strategy):
 
     def clear_gradients(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         self._in_window = False
+        self._communication.updates += 1
         super().clear_gradients(parameters)
 
     def _average_scalars(self) -> None:
@@ -463,7 +465,6 @@ class FSDP(Strategy):
     def route(self) -> int:
         # If ranks run different layers, FSDP mixes shards of different parameters, without an error.
         ran, self._ran = self._ran, []
-        self._communication.updates += 1
         return hash((*ran, -1, *(p.grad is not None for p in self._watched))) & (2**62 - 1)
 
     def reduction_dtype(self, gradient: torch.dtype) -> torch.dtype:

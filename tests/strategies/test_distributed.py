@@ -324,11 +324,33 @@ class Routing(Regression):
         return mse_loss(self.head(torch.tanh(self.blocks[chosen](batch[0]))), batch[1])
 
 
+class RoutingWhereEvaluated(Regression):
+    """In the last batch of an evaluation, ranks go through different layers of the same shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = torch.nn.ModuleList([torch.nn.Linear(4, 2), torch.nn.Linear(4, 2)])
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        chosen = self.trainer.accelerator.process_index if batch_idx == 3 else 0
+        return {"loss": mse_loss(self.head(torch.tanh(self.blocks[chosen](batch[0]))), batch[1])}
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.validation_step(batch, batch_idx)["loss"].expand(len(batch[0]))
+
+
 def routed() -> list[str]:
-    trainer = Trainer(strategy="fsdp", max_steps=4, seed=1, progress=False)
-    with pytest.raises(RankError) as caught:
-        trainer.fit(Routing(), rows(24), batch_size=6)
-    return [str(caught.value)]
+    messages = []
+    for module, stage in (
+        (Routing(), "fit"),
+        (RoutingWhereEvaluated(), "validate"),
+        (RoutingWhereEvaluated(), "predict"),
+    ):
+        trainer = Trainer(strategy="fsdp", max_steps=4, seed=1, progress=False)
+        with pytest.raises(RankError) as caught:
+            getattr(trainer, stage)(module, rows(24), batch_size=3)
+        messages.append(str(caught.value))
+    return messages
 
 
 def job(world_size: int) -> dict[Any, Any]:
@@ -464,9 +486,13 @@ def test_a_failed_fit_on_two_ranks_leaves_nothing_and_the_next_one_works(
 def test_shards_that_went_different_ways_are_an_error_on_every_rank(
     answers: dict[int, list[dict[Any, Any]]],
 ) -> None:
-    for (message,) in answer(answers, 2, "routed"):
-        assert message.startswith("ranks ran different layers in the update to step 3")
-        assert "or use strategy='ddp'" in message
+    for in_fit, *in_evaluations in answer(answers, 2, "routed"):
+        assert in_fit.startswith("ranks ran different layers in the update to step 3")
+        assert "or use strategy='ddp'" in in_fit
+        assert [message.partition(",")[0] for message in in_evaluations] == [
+            "ranks ran different layers in this evaluation (validate)",
+            "ranks ran different layers in this evaluation (predict)",
+        ]
 
 
 class Asked(TrainModule):

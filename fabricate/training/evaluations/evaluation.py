@@ -22,7 +22,7 @@ from fabricate.data.batches import EvalBatch
 from fabricate.data.flat_bytes import flat_bytes
 from fabricate.data.source import Source
 from fabricate.distributed.group import looking_alone
-from fabricate.errors import ConfigurationError, few
+from fabricate.errors import ConfigurationError, RankError, few
 from fabricate.metrics.reduction import one_number
 from fabricate.metrics.torchmetrics_objects import is_torchmetric, set_apart, snapshot_torchmetrics
 from fabricate.module import STEPS, overrides, refusing_logs
@@ -169,7 +169,7 @@ def evaluate(run: Run, sources: Mapping[str, Source], stage: str, most: int | No
     """Metrics over the data of `sources`, each sample once over all ranks, as floats, the same on every rank. All ranks. Afterwards the
     module's modes and, in a fit, the random generators are as before. `most`: the number of batches of each source in a trial run, of which
     plugins get no events; None: all."""
-    trainer, module, engine = run.trainer, run.module, run.engine
+    trainer, module = run.trainer, run.module
     calls = run.calls if most is None else run.calls.of_module()
     evaluated = Evaluated(run, stage)
     with _evaluating(run, stage):
@@ -180,7 +180,7 @@ def evaluate(run: Run, sources: Mapping[str, Source], stage: str, most: int | No
             run.now.data_set = name
             evaluated.add(_evaluate_source(run, source, stage, most), name)
         run.now.data_set = ""
-        engine.strategy.after_evaluation(engine.model)
+        _after_forwards(run, stage)
         run.journal.latest |= evaluated.metrics
         if calls.on_eval_end is not None:
             run.now.evaluated = evaluated
@@ -195,6 +195,21 @@ def evaluate(run: Run, sources: Mapping[str, Source], stage: str, most: int | No
         )
     run.journal.latest |= evaluated.metrics
     return evaluated.metrics
+
+
+def _after_forwards(run: Run, stage: str) -> None:
+    """Let the strategy put parameters back into shards. Raises `RankError` if the ranks gathered those of different layers. All ranks."""
+    engine = run.engine
+    engine.strategy.after_evaluation(engine.model)
+    if engine.strategy.lockstep and engine.world_size > 1:
+        route = engine.strategy.route()
+        most, minus_least = engine.agree([route, -route])
+        if most != -minus_least:
+            raise RankError(
+                f"ranks ran different layers in this evaluation ({stage}), which gives wrong results under "
+                f"strategy={engine.strategy.name!r}; run every layer on every rank (add 0 * output of a layer that is not needed), or use "
+                "strategy='ddp'"
+            )
 
 
 def _evaluate_source(run: Run, source: Source, stage: str, most: int | None) -> dict[str, float]:
@@ -359,7 +374,7 @@ def predict(run: Run, sources: Mapping[str, Source]) -> list[Any] | dict[str, li
                     predicted[name].add(output, item, "predict_step returned")
             check_first(run, source)
         run.now.data_set = ""
-        engine.strategy.after_evaluation(engine.model)
+        _after_forwards(run, "predict")
         if calls.on_eval_end is not None:
             calls.on_eval_end(trainer, module, "predict", {})
     outputs = {name: rows.gather() for name, rows in predicted.items()}

@@ -210,6 +210,7 @@ class ZeRO3(ZeRO):
             persistent[0].all_gather(persistent)
 
     def after_evaluation(self, model: torch.nn.Module) -> None:
+        self._route = 0  # if ranks run different layers in an evaluation, DeepSpeed itself fails
         # DeepSpeed has begun to gather the first layers for the next forward, and hooks could not change them.
         if self._engine is not None:
             with self._uses.paused():
