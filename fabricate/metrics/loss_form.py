@@ -369,6 +369,8 @@ def _is_over_a_part(node: Any, rows: int | None, counts: set[int]) -> bool:
     """See `is_over_a_part`. `counts`: the numbers of labels of the cross-entropies among the parts; label smoothing divides its other term
     by such a number."""
     name = type(node).__name__
+    if rows and rows > 1 and _selects_one(node, rows):  # the mean of one value is taken for a copy
+        return True
     if name == "MeanBackward0" or getattr(node, "_saved_reduction", None) == MEAN:
         below, elements = node.next_functions[0][0], _elements(node)
         selection = before_scaling(below)
@@ -427,6 +429,14 @@ def _is_selection(node: Any, elements: int) -> bool:
     """Whether an operation selects, by whole numbers, `elements` values that are not the same number from each row of its tensor."""
     rows = getattr(node, "_saved_self_sym_sizes", ())[:1]
     return type(node).__name__ in _SELECTIONS and all(elements % size for size in rows)
+
+
+def _selects_one(node: Any, rows: int) -> bool:
+    """Whether an operation selects one value of those of `rows` rows."""
+    if not _is_masked(node) and not _is_selection(node, 1):
+        return False
+    sizes = sizes_before(node)
+    return bool(sizes) and sizes[0] % rows == 0 and type(inputs_of(node)[0]).__name__ != "AccumulateGrad"
 
 
 def _is_masked(node: Any) -> bool:

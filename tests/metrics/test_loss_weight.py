@@ -148,6 +148,7 @@ def _masked(mask: torch.Tensor) -> torch.Tensor:
     return torch.where(values.isnan(), torch.zeros_like(values), values).mean()
 
 
+SIGMAS = torch.nn.Parameter(torch.ones(6))
 EACH, WEIGHTS = LOGITS.square().mean(1), torch.linspace(0.1, 3.0, 6)
 TASKS, ZERO = torch.ones(5, requires_grad=True), torch.zeros(())
 COUNTS = (LOGITS > 0).sum(0)
@@ -183,6 +184,23 @@ def test_a_ratio_of_sums_over_rows_and_the_largest_losses_are_over_a_part(
 ) -> None:
     assert is_over_a_part(loss(), rows=6) == over_a_part
     assert not is_sum(loss(), rows=6)
+
+
+@pytest.mark.parametrize(
+    ("loss", "over_a_part"),
+    [
+        (lambda: EACH.topk(1).values.mean(), True),
+        (lambda: EACH[torch.arange(6) == 2].mean(), True),
+        (lambda: EACH.masked_select(torch.arange(6) == 2).sum(), True),
+        (lambda: EACH[torch.tensor([4])].mean() + LOGITS.mean(), True),
+        (lambda: LOGITS.flatten()[torch.arange(30) == 7].mean(), True),
+        (lambda: LOGITS.mean() + SIGMAS[torch.tensor(2)], False),  # of a parameter
+        (lambda: LOGITS.mean() + (SIGMAS[:4] * 1)[torch.tensor(2)], False),  # not of rows
+    ],
+)
+def test_the_mean_of_one_selected_row_is_over_a_part(loss: Callable[[], torch.Tensor], over_a_part: bool) -> None:
+    assert is_over_a_part(loss(), rows=6) == over_a_part
+    assert not is_over_a_part(loss(), rows=1)
 
 
 def test_a_mean_over_as_many_tasks_as_rows_of_a_masked_mean_over_rows_is_over_a_part() -> None:
