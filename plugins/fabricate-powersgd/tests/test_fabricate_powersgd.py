@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import zlib
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from fabricate_powersgd.strategy import PowerSGD, share
+from torch.utils.data import TensorDataset
 
 from fabricate import Callback, ConfigurationError, Trainer, TrainModule
 from fabricate.testing import check_strategy, run_ranks
@@ -110,3 +112,79 @@ def test_what_would_keep_a_value_that_is_not_finite_is_refused() -> None:
 def test_options_that_make_no_sense_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         PowerSGD(**options)
+
+
+class Labels(TrainModule):
+    """A cross-entropy of rows with one or five labels: the number of labels of an update is known only after its backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(1)
+        self.up, self.down = torch.nn.Linear(12, 16).double(), torch.nn.Linear(16, 9).double()
+        for parameter in self.parameters():
+            parameter.data = 0.3 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.down(torch.tanh(self.up(x)))
+        return logits
+
+    def training_step(self, batch: Any) -> torch.Tensor:
+        x, labels = batch
+        return torch.nn.functional.cross_entropy(self(x).flatten(0, 1), labels.flatten())
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.3)
+
+
+def labelled() -> tuple[torch.Tensor, torch.Tensor]:
+    """24 rows of five tokens. Every second global batch has few labels."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(24, 5, 12, generator=generator, dtype=torch.float64)
+    labels = torch.randint(0, 9, (24, 5), generator=generator)
+    labels[torch.arange(24) // 4 % 2 == 1, 1:] = -100
+    return x, labels
+
+
+def fit_labels(start: int) -> dict[str, torch.Tensor]:
+    module = Labels()
+    trainer = Trainer(strategy=f"powersgd:start={start}", max_epochs=2, seed=3, progress=False, precision="fp32")
+    trainer.fit(module, TensorDataset(*labelled()), batch_size=2, shuffle=False)
+    return {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
+
+
+def by_hand(start: int) -> dict[str, torch.Tensor]:
+    """PowerSGD of rank 1 on two ranks, whose gradients are those of the mean over the labels of both."""
+    module, (x, labels) = Labels(), labelled()
+    columns: dict[str, torch.Tensor] = {}
+    errors: dict[str, list[torch.Tensor]] = {}
+    for update in range(12):
+        first = 4 * (update % 6)
+        shares = [slice(first, first + 2), slice(first + 2, first + 4)]
+        count = int((labels[first : first + 4] != -100).sum())
+        gradients = []
+        for rows in shares:
+            logits = module(x[rows]).flatten(0, 1)
+            loss = torch.nn.functional.cross_entropy(logits, labels[rows].flatten(), reduction="sum")
+            gradients.append(torch.autograd.grad(2 * loss / count, list(module.parameters())))
+        for (name, parameter), *both in zip(module.named_parameters(), *gradients, strict=True):
+            if parameter.ndim == 1 or update < start:
+                mean = (both[0] + both[1]) / 2
+            else:
+                wholes = [g + e for g, e in zip(both, errors.get(name, [torch.zeros_like(parameter)] * 2), strict=True)]
+                if name not in columns:
+                    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+                    columns[name] = torch.randn(parameter.shape[1], 1, generator=generator).double()
+                basis = torch.linalg.qr(sum(whole @ columns[name] for whole in wholes)).Q
+                columns[name] = (wholes[0].T @ basis + wholes[1].T @ basis) / 2
+                mean = basis @ columns[name].T
+                errors[name] = [whole - mean for whole in wholes]
+            parameter.data -= 0.3 * mean
+    return dict(module.named_parameters())
+
+
+@pytest.mark.parametrize("start", [0, 2])
+def test_errors_have_the_unit_of_the_mean_loss_if_updates_have_unequal_numbers_of_labels(start: int) -> None:
+    expected = by_hand(start)
+    for weights in run_ranks(fit_labels, 2, start):
+        for name, parameter in weights.items():
+            torch.testing.assert_close(parameter, expected[name].detach(), rtol=1e-9, atol=1e-12)

@@ -66,6 +66,12 @@ class PowerSGD(DDP):
         self._names = {id(parameter): name for name, parameter in module.named_parameters()}
         self._columns: dict[str, torch.Tensor] = {}
         self._left_out: dict[str, torch.Tensor] = {}
+        """The errors, in the unit of the gradients of the optimizer's update."""
+        self._scaled: set[str] = set()
+        """The parameters whose gradients are scaled after backward, because the weight of an update (its number of labels, for example) is
+        known only then. They are approximated after that, so that the error of the update before has the same unit."""
+        self._waiting: list[torch.Tensor] = []
+        """The parameters whose gradients still have to be approximated in this update."""
         return self._averaging(super().prepare(accelerator, root, module))
 
     def trained_changed(self, model: torch.nn.Module) -> torch.nn.Module:
@@ -84,7 +90,10 @@ class PowerSGD(DDP):
         for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
             matrix = gradient.view(len(gradient), -1) if gradient.ndim > 1 else None
             if matrix is not None and self._updates >= self.start and self._pays(matrix):
-                matrices[self._names[id(parameter)]] = matrix
+                if (name := self._names[id(parameter)]) in self._scaled:
+                    self._waiting.append(parameter)
+                else:
+                    matrices[name] = matrix
             else:
                 rest.append(gradient)
         _sum(rest)
@@ -95,6 +104,33 @@ class PowerSGD(DDP):
         done = Future()
         done.set_result(bucket.buffer())
         return done
+
+    def scale_gradients(self, parameters: Sequence[torch.nn.Parameter], factor: torch.Tensor) -> None:
+        super().scale_gradients(parameters, factor)
+        for name in (self._names[id(parameter)] for parameter in parameters):
+            if name in self._left_out and name not in self._scaled:
+                self._left_out[name].mul_(factor)
+            self._scaled.add(name)
+        self._approximate_waiting()
+
+    def grad_norm(self, parameters: Sequence[torch.nn.Parameter]) -> torch.Tensor:
+        self._approximate_waiting()
+        return super().grad_norm(parameters)
+
+    def clip_by_value(self, parameters: Sequence[torch.nn.Parameter], max_value: float) -> None:
+        self._approximate_waiting()
+        super().clip_by_value(parameters, max_value)
+
+    def step(self, optimizer: torch.optim.Optimizer) -> bool:
+        self._approximate_waiting()
+        return super().step(optimizer)
+
+    def _approximate_waiting(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        if waiting:
+            gradients = {self._names[id(parameter)]: parameter.grad for parameter in waiting}
+            matrices = {name: each.view(len(each), -1) for name, each in gradients.items() if each is not None}
+            self._approximate(matrices, dist.get_world_size())
 
     def _pays(self, matrix: torch.Tensor) -> bool:
         """Whether the two thin matrices have less than half as many elements as the whole."""
@@ -132,14 +168,14 @@ class PowerSGD(DDP):
     def on_save(self, state: MutableMapping[str, Any]) -> None:
         """Store the columns, which are the same on every rank, and the errors, one row per rank."""
         state["updates"], state["columns"] = self._updates, dict(self._columns)
-        state["left_out"] = {}
+        state["left_out"], state["scaled"] = {}, sorted(self._scaled)
         for name, own in self._left_out.items():
             mesh = init_device_mesh(own.device.type, (dist.get_world_size(),))
             state["left_out"][name] = DTensor.from_local(own[None], mesh, [Shard(0)])
 
     def on_load(self, module: torch.nn.Module, state: MutableMapping[str, Any]) -> None:
         """Restore the columns and the errors, on any number of ranks."""
-        self._updates = state["updates"]
+        self._updates, self._scaled = state["updates"], set(state.get("scaled", ()))
         devices = {name: parameter.device for name, parameter in module.named_parameters()}
         self._columns = {name: columns.to(devices[name], copy=True) for name, columns in state["columns"].items()}
         rank, world_size = dist.get_rank(), dist.get_world_size()
