@@ -11,6 +11,7 @@ from typing import Any
 import lightning
 import pytest
 import torch
+from fabricate_lightning import Trainer
 from lightning_shapes import Classifier, by_fabricate, by_lightning, regression_loss, rows
 from safetensors.torch import load_file
 from test_data import Data
@@ -49,6 +50,15 @@ class Synchronised(Classifier):
         self.val_accuracy(scores, batch[1])
         self.log("val_loss", regression_loss(self, batch), sync_dist=True)
         self.log("val_accuracy", self.val_accuracy)
+
+
+class Evaluated(Synchronised):
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("test_loss", regression_loss(self, batch), sync_dist=True)
+
+    def predict_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        scores: torch.Tensor = self(batch[0])
+        return scores
 
 
 class AccumulatesHere(Accumulates):
@@ -114,6 +124,37 @@ def test_shards_train_as_replicas_do_and_export_the_modules_names(strategy: str,
     ((other, same), _) = run_ranks(_sharded, 2, strategy, str(tmp_path / "shards"))
     assert other == pytest.approx(metrics, abs=TOLERANCE)
     assert max(abs(weights[name] - same[name]).max() for name in weights) < TOLERANCE
+
+
+def _evaluated_after(strategy: str, directory: str) -> Any:
+    torch.manual_seed(0)
+    module = Evaluated()
+    train, val = DataLoader(rows(48), batch_size=6), DataLoader(rows(24, seed=1), batch_size=6)
+    trainer = Trainer(
+        max_epochs=1,
+        accelerator="cpu",
+        devices=2,
+        strategy=strategy,
+        logger=False,
+        default_root_dir=directory,
+        enable_progress_bar=False,
+    )
+    trainer.fit(module, train, val)
+    (validated,) = trainer.validate(dataloaders=val)
+    (tested,) = trainer.test(module, val)
+    predicted = torch.cat(trainer.predict(dataloaders=val) or [])
+    trainer.fit(module, train, val)
+    return validated, tested, predicted.tolist(), trainer.validate(module, val)[0]
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "deepspeed_stage_3"])
+def test_one_trainer_evaluates_and_trains_again_after_a_fit_that_sharded(strategy: str, tmp_path: Path) -> None:
+    whole = run_ranks(_evaluated_after, 2, "ddp", str(tmp_path / "ddp"))
+    sharded = run_ranks(_evaluated_after, 2, strategy, str(tmp_path / "shards"))
+    for (validated, tested, predicted, again), (*others, predicted_too, again_too) in zip(whole, sharded, strict=True):
+        assert [pytest.approx(validated, abs=TOLERANCE), pytest.approx(tested, abs=TOLERANCE)] == others
+        torch.testing.assert_close(torch.tensor(predicted), torch.tensor(predicted_too), rtol=0, atol=TOLERANCE)
+        assert again_too == pytest.approx(again, abs=TOLERANCE)
 
 
 def _ragged() -> Any:

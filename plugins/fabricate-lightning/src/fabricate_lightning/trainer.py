@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from accelerate.utils import broadcast_object_list
+from torch.distributed.tensor import DTensor
 
 import fabricate
 from fabricate import ConfigurationError, FitResult
@@ -246,8 +247,16 @@ class Trainer(TrainerView):
         self.callbacks = with_own(self.callbacks, own)
         translation = translated(self.callbacks)
         self.called, self.notes = translation.called, list(translation.notes)
-        adapt(model, datamodule=datamodule, view=self)
+        if self._has_sharded(model):
+            self.datamodule = datamodule
+        else:
+            adapt(model, datamodule=datamodule, view=self)
         return translation
+
+    def _has_sharded(self, model: Any) -> bool:
+        """Whether an earlier fit or evaluation left the parameters of `model` sharded, so that its adapted module is needed again."""
+        earlier = self.adapted is not None and self.adapted.lightning is model
+        return earlier and any(isinstance(parameter, DTensor) for parameter in model.parameters())
 
     def _make(self, translation: Translated, run_dir: Path | None) -> fabricate.Trainer:
         """fabricate's Trainer for the arguments and callbacks."""
