@@ -143,6 +143,8 @@ def test_a_fit_that_failed_in_an_update_goes_on_exactly(tmp_path: Path, stream: 
 def test_ranks_that_fail_together_save_together(tmp_path: Path, strategy: str) -> None:
     for notes, different in run_ranks(fails_and_goes_on, 2, tmp_path / "run", strategy=strategy):
         assert f"step {FAILS_IN} is saved in" in notes
+        assert "the same command continues from" in notes
+        assert "nothing is saved" not in notes
         assert different == []
 
 

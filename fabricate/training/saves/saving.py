@@ -175,6 +175,8 @@ def write_last_update(run: Run, path: Path) -> None:
     run.engine.strategy.after_evaluation(run.engine.model)  # a forward may have left gathered parameters
     write_now(run, path)
     run.journal.event("saved", step=run.progress.step, path=path.name)
+    if run.run_dir is not None and path.parent == run.run_dir / "checkpoints":
+        run.checkpoints.newest = path  # the message of the failure names it
 
 
 def _write(run: Run, content: Content, path: Path, logs: list[Path]) -> None:
