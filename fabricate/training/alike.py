@@ -13,6 +13,7 @@ from fabricate.module import TrainModule
 from fabricate.seeding import is_generator, state_of
 from fabricate.strategies.quantised import quantised_weights
 from fabricate.strategies.sharding import is_sharded
+from fabricate.training.saves.attributes import remembered
 from fabricate.training.saves.unsaved import reached_by_reading
 from fabricate.training.state.run_state import Run
 
@@ -48,7 +49,10 @@ def _check_data(run: Run) -> None:
     if run.engine.world_size == 1:
         return
     _check_sets(run)
+    data = [source.data for source in sources]
+    restore = remembered(run.module, [*data, *(getattr(each, "dataset", None) for each in data)])
     mine = [[source.num_units, source.held(), source.probe()] for source in sources]
+    restore()  # a data set may count how often a row is read
     if run.engine.all_have(mine):
         return
     everyone = run.engine.gather_json(mine)

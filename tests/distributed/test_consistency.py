@@ -19,7 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from datasets.distributed import split_dataset_by_node
-from torch.utils.data import BatchSampler, DataLoader, random_split
+from torch.utils.data import BatchSampler, DataLoader, Subset, random_split
 
 from fabricate import Callback, ConfigurationError, RankError, Trainer, TrainModule
 from fabricate.distributed import meeting
@@ -394,6 +394,30 @@ def test_data_that_is_divided_already_is_refused_and_its_own_noise_is_not(evalua
     for errors in run_ranks(_with_own_data, 2, list(DIVIDED), evaluate):
         for text, (kind, wanted) in zip(errors, DIVIDED.items(), strict=True):
             assert (wanted in text) if wanted else not text, (kind, text)
+
+
+class Counts(Rows):
+    """Counts how often each row is read."""
+
+    def __init__(self) -> None:
+        super().__init__(0, 1)
+        self.reads = [0] * 24
+
+    def __getitem__(self, row: int) -> torch.Tensor:
+        self.reads[row] += 1
+        return super().__getitem__(row)
+
+
+def _reads() -> tuple[list[int], list[int]]:
+    train, val = Counts(), Counts()
+    options: dict[str, Any] = {"progress": False, "print_plan": "none", "sanity_batches": 0}
+    Trainer(max_epochs=1, **options).fit(AnyRows(1), train, Subset(val, range(24)), batch_size=2)
+    return train.reads, val.reads
+
+
+def test_the_comparison_of_rows_between_ranks_leaves_no_trace_in_the_data() -> None:
+    for reads in zip(*run_ranks(_reads, 2), strict=True):
+        assert [sum(of_row) for of_row in zip(*reads, strict=True)] == [1] * 24
 
 
 def _with_own_validation(sets: list[Any]) -> str:
