@@ -119,8 +119,8 @@ class Trainer:
     limit_train_batches, limit_val_batches, limit_test_batches, limit_predict_batches: use only this many micro-batches per rank
     (int), or this share of the data (float), in that stage; limit_val_batches=0 turns validation off.
     overfit_batches: train on the same first micro-batches (an int per rank, or a share of the data) in every epoch, unshuffled, and
-    validate on them instead of val. Data with set_epoch stays at epoch 0, and augmentation draws the same values in every epoch. If
-    the model can learn at all, the loss comes close to zero.
+    validate on them instead of val. Data with set_epoch stays at epoch 0; random augmentation may still change the rows. If the model
+    can learn at all, the loss comes close to zero.
     fast_dev_run: True (1) or a number: run this many updates and validation batches, one save and one export, in a temporary
     directory that is deleted.
     accept_changes: which settings may differ from those of the checkpoint that is resumed ("global_batch_size", "train", "seed",

@@ -49,7 +49,7 @@ def _check_data(run: Run) -> None:
     if run.engine.world_size == 1:
         return
     _check_sets(run)
-    data = [source.data for source in sources]
+    data = [source.data for source in sources if not isinstance(source.data, list | dict)]
     restore = remembered(run.module, [*data, *(getattr(each, "dataset", None) for each in data)])
     mine = [[source.num_units, source.held(), source.probe()] for source in sources]
     restore()  # a data set may count how often a row is read
