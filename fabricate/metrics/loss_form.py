@@ -340,16 +340,23 @@ def is_over_a_part(loss: torch.Tensor, rows: int | None = None) -> bool:
     sum divided by a tensor, which is probably a count, or a mean over values times weights of mean 1, or adds up losses of some single
     rows. May wait for the device."""
     terms = terms_of(loss)
-    single = _of_single_rows(terms, rows)
-    several = len(single) > 1 or (len(terms) == 1 and any(_is_a_list_of_one(*term) for term in single))
-    if rows and several and any(_is_odd(divisors, rows, len(single)) for _, divisors in single):
+    if rows and _leaves_rows_out(terms, rows):
         return True
     parts = parts_of(loss, rows)
+    if any(_selects_one(node, rows) for node in parts):  # the mean of one value is taken for a copy
+        return True
     counts = {node._saved_target.numel() for node in parts if is_mean_cross_entropy(node)}
     products = [node for node, _ in terms if operation_of(node) == "Mul" and node not in parts]
     return any(
         _is_over_a_part(node, rows, counts) for node in parts + products if not (rows and is_of_one_row(node, rows))
     )
+
+
+def _leaves_rows_out(terms: list[tuple[Any, list[float]]], rows: int) -> bool:
+    """Whether a loss with these `terms` adds up losses of some single rows of `rows`, but not of all."""
+    single = _of_single_rows(terms, rows)
+    several = len(single) > 1 or (len(terms) == 1 and any(_is_a_list_of_one(*term) for term in single))
+    return several and any(_is_odd(divisors, rows, len(single)) for _, divisors in single)
 
 
 def _is_a_list_of_one(node: Any, divisors: list[float]) -> bool:
@@ -369,8 +376,6 @@ def _is_over_a_part(node: Any, rows: int | None, counts: set[int]) -> bool:
     """See `is_over_a_part`. `counts`: the numbers of labels of the cross-entropies among the parts; label smoothing divides its other term
     by such a number."""
     name = type(node).__name__
-    if rows and rows > 1 and _selects_one(node, rows):  # the mean of one value is taken for a copy
-        return True
     if name == "MeanBackward0" or getattr(node, "_saved_reduction", None) == MEAN:
         below, elements = node.next_functions[0][0], _elements(node)
         selection = before_scaling(below)
@@ -431,9 +436,9 @@ def _is_selection(node: Any, elements: int) -> bool:
     return type(node).__name__ in _SELECTIONS and all(elements % size for size in rows)
 
 
-def _selects_one(node: Any, rows: int) -> bool:
-    """Whether an operation selects one value of those of `rows` rows."""
-    if not _is_masked(node) and not _is_selection(node, 1):
+def _selects_one(node: Any, rows: int | None) -> bool:
+    """Whether an operation selects one value of those of several `rows`."""
+    if not rows or rows == 1 or not (_is_masked(node) or _is_selection(node, 1)):
         return False
     sizes = sizes_before(node)
     return bool(sizes) and sizes[0] % rows == 0 and type(inputs_of(node)[0]).__name__ != "AccumulateGrad"
