@@ -84,6 +84,23 @@ def test_a_model_checkpoint_keeps_the_best_and_says_where_they_are(tmp_path: Pat
         torch.testing.assert_close(value, ours.weights[name])
 
 
+class OfAnotherName(Classifier):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("score", torch.nn.functional.cross_entropy(self(batch[0]), batch[1]))
+
+
+def test_the_best_checkpoint_is_the_last_one_if_nothing_is_monitored(tmp_path: Path) -> None:
+    quiet: dict[str, Any] = {"enable_checkpointing": True, "max_epochs": 3}
+    runs = []
+    for by, folder in ((by_lightning, "a"), (by_fabricate, "b")):
+        torch.manual_seed(0)
+        runs.append(by(OfAnotherName(lr=0.3), *data(), default_root_dir=str(tmp_path / folder), **quiet))
+    theirs, ours = (
+        run.trainer.validate(run.module, data()[1], ckpt_path="best", verbose=False)[0]["score"] for run in runs
+    )
+    assert ours == pytest.approx(theirs, abs=1e-6)
+
+
 @pytest.mark.parametrize(
     ("keywords", "settings"),
     [

@@ -204,7 +204,7 @@ class Trainer(TrainerView):
         """The outputs of `predict_step` for each batch of this rank, on the CPU; for several data sets, a list for each. All ranks."""
         adapted, data = self._prepare(model, dataloaders, datamodule)
         adapted.returns_predictions = return_predictions is not False
-        with checkpoints.imported(ckpt_path) as checkpoint:
+        with checkpoints.imported(self._checkpoint(ckpt_path)) as checkpoint:
             self._core.predict(adapted, data, checkpoint)
         return self.predict_loop.predictions if adapted.returns_predictions else None
 
@@ -214,7 +214,7 @@ class Trainer(TrainerView):
         adapted, data = self._prepare(model, dataloaders, datamodule)
         if ckpt_path is None and model is None and self._result is not None and self._result.best_checkpoint:
             ckpt_path = "best"
-        with checkpoints.imported(ckpt_path) as checkpoint:
+        with checkpoints.imported(self._checkpoint(ckpt_path)) as checkpoint:
             metrics = getattr(self._core, stage)(adapted, data, checkpoint)
         for name, value in metrics.items() if verbose and self.is_global_zero else ():
             print(f"{name}: {value:g}")
@@ -224,6 +224,11 @@ class Trainer(TrainerView):
         suffixes = tuple(f"/{name}" for name in loaders)
         others = {name: value for name, value in metrics.items() if not name.endswith(suffixes)}
         return [{n: v for n, v in metrics.items() if n.endswith(suffix)} | others for suffix in suffixes]
+
+    def _checkpoint(self, ckpt_path: Any) -> Any:
+        """`ckpt_path`, with "last" in place of "best" if no ModelCheckpoint has a monitor: for Lightning, the last one is then the best."""
+        kept = self.checkpoint_callbacks
+        return "last" if ckpt_path == "best" and kept and all(each.monitor is None for each in kept) else ckpt_path
 
     @property
     def _core(self) -> fabricate.Trainer:
