@@ -138,10 +138,6 @@ def _in_order(train: object, loading: Loading, few: int | float) -> tuple[Any, L
     if loading.shuffle:
         raise ConfigurationError(f"{given}, but shuffle=True is set. Remove one of the two")
     if not isinstance(train, DataLoader):
-        if _stream(train) and hasattr(train, "set_epoch"):
-            raise ConfigurationError(
-                f"{given}, but train is a stream whose order changes with the epoch. Pass train.take(n)"
-            )
         return train, replace(loading, shuffle=False) if _rows(train) and not _stream(train) else loading
     if isinstance(train.dataset, IterableDataset) or train.batch_sampler is None:
         return train, loading

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import datasets
 import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, WeightedRandomSampler
@@ -38,9 +39,9 @@ class Notes(TrainModule):
 
 def fit(train: Any = ROWS, val: Any = None, batch_size: int | None = 4, few: Any = 2, **arguments: Any) -> Notes:
     module = Notes()
-    shuffle = arguments.pop("shuffle", None)
+    options = {name: arguments.pop(name, None) for name in ("shuffle", "collate_fn")}
     defaults = {"max_epochs": 2, "overfit_batches": few, "sanity_batches": 0, "progress": False, "print_plan": "none"}
-    Trainer(**{**defaults, **arguments}).fit(module, train, val, batch_size=batch_size, shuffle=shuffle)
+    Trainer(**{**defaults, **arguments}).fit(module, train, val, batch_size=batch_size, **options)
     return module
 
 
@@ -103,6 +104,14 @@ def test_a_stream_of_another_order_in_each_pass_yields_the_same_batches_in_every
     assert module.rows[:2] == module.rows[2:]
     assert module.validated == module.rows
     assert all(row < len(ROWS) for batch in module.rows for row in batch)
+
+
+def test_a_shuffled_stream_of_datasets_yields_the_same_batches_in_every_epoch() -> None:
+    rows = datasets.Dataset.from_dict({"x": [[float(row)] for row in range(40)]}).to_iterable_dataset()
+    stream = rows.shuffle(seed=1, buffer_size=40).map(lambda row: row)
+    module = fit(stream, ROWS, collate_fn=lambda batch: torch.tensor([row["x"] for row in batch]))
+    assert module.rows[:2] == module.rows[2:] == module.validated[:2] == module.validated[2:]
+    assert module.rows[:2] != FIRST
 
 
 def test_a_share_counts_batches_and_without_val_nothing_is_validated() -> None:
