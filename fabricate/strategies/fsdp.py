@@ -446,7 +446,7 @@ class FSDP(Strategy):
         # The ranks have gradients for the same parameters; see `route`.
         gradients = [p.grad for p in self._scalars if p.grad is not None]
         if gradients:
-            together = torch.stack([gradient.float() for gradient in gradients])
+            together = torch.stack([_at_least_float32(gradient) for gradient in gradients])
             torch.distributed.all_reduce(together)
             for gradient, total in zip(gradients, together / self._world_size, strict=True):
                 gradient.copy_(total)
@@ -486,7 +486,7 @@ class FSDP(Strategy):
             square = square + divided
         torch.distributed.all_reduce(square, group=self._over.get_group())
         for scalar in every if len(gradients) < len(every) else ():
-            square = square + (0 if is_sharded(scalar) else scalar.detach().float().square())
+            square = square + (0 if is_sharded(scalar) else _at_least_float32(scalar.detach()).square())
         return square.sqrt()
 
     def _square(self, gradients: Sequence[Any]) -> torch.Tensor:
@@ -568,6 +568,13 @@ def _mesh(device_type: str, sizes: tuple[int, ...], names: tuple[str, ...]) -> A
     if (device_type, sizes, names) not in meshes:
         meshes[device_type, sizes, names] = init_device_mesh(device_type, sizes, mesh_dim_names=names)
     return meshes[device_type, sizes, names]
+
+
+def _at_least_float32(tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor` as float32 if its dtype is smaller, so that sums over ranks are not rounded to 16 bits; float64 stays."""
+    import torch
+
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
 def _refuse_hooks(module: torch.nn.Module) -> None:

@@ -35,13 +35,15 @@ class Scaled(TrainModule):
         return torch.optim.AdamW(self.parameters(), lr=0.05)
 
 
-def _trained(strategy: str, run_dir: str, accumulation: int) -> tuple[list[float], dict[str, torch.Tensor]]:
+def _trained(
+    strategy: str, run_dir: str, accumulation: int, dtype: torch.dtype = torch.float32
+) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Three updates, and three more in a run that resumes; the norms and the whole weights."""
     size = 12 // accumulation // (1 if strategy == "single" else 2)
     norms: list[float] = []
     for steps in (3, 6):
         torch.manual_seed(0)
-        module = Scaled()
+        module = Scaled().to(dtype)
         weights: dict[str, torch.Tensor] = {}
         options: dict[str, Any] = {
             "gradient_accumulation_steps": accumulation,
@@ -56,7 +58,7 @@ def _trained(strategy: str, run_dir: str, accumulation: int) -> tuple[list[float
             gathered |= {name: trainer.strategy.gather(p).clone() for name, p in module.named_parameters()}
 
         type(module).on_fit_end = lambda self: gather()  # type: ignore[method-assign]
-        trainer.fit(module, ROWS, batch_size=size, shuffle=False)
+        trainer.fit(module, ROWS.to(dtype), batch_size=size, shuffle=False)
         norms += module.norms
     return norms, weights
 
@@ -70,6 +72,13 @@ def test_a_parameter_without_a_dimension_trains_as_in_one_process_and_is_resumed
         for name, wanted in weights.items():
             assert ended[name].shape == wanted.shape
             torch.testing.assert_close(ended[name], wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_fsdp_averages_float64_gradients_without_a_dimension_in_float64(tmp_path: Path) -> None:
+    norms, weights = _trained("single", str(tmp_path / "single"), 1, torch.float64)
+    for norms_of_rank, ended in run_ranks(_trained, 2, "fsdp", str(tmp_path / "ranks"), 2, torch.float64):
+        assert norms_of_rank == pytest.approx(norms, rel=1e-13)
+        torch.testing.assert_close(ended["scale"], weights["scale"], rtol=1e-13, atol=1e-13)
 
 
 def _refused(strategy: str, kind: type[TrainModule]) -> str:
