@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from fabricate.callbacks.flop_count import flop_counter
 from fabricate.errors import ConfigurationError
 from fabricate.hooks import Callback, hookimpl
 
@@ -64,9 +65,8 @@ class ModelSummary(Callback):
 
     def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:
         import torch
-        from torch.utils.flop_counter import FlopCounterMode
 
-        self._counter, self._counted, self._samples = FlopCounterMode(display=False), False, None
+        self._counter, self._counted, self._samples = flop_counter(), False, None
         self.layers, self.micro_batch_flops = [], 0
         numbers = trainer.strategy.numbers_of_weights(module)
         for name, layer in module.named_modules():

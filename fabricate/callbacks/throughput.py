@@ -7,6 +7,7 @@ from collections.abc import Generator, Mapping
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
+from fabricate.callbacks.flop_count import flop_counter
 from fabricate.errors import ConfigurationError
 from fabricate.hooks import Callback, hookimpl
 
@@ -80,9 +81,7 @@ class Throughput(Callback):
             return
         self._rows, self._tokens = trainer.progress.samples, trainer.progress.tokens
         if self.flops_per_row is None:
-            from torch.utils.flop_counter import FlopCounterMode
-
-            self._counter, self._flops = FlopCounterMode(display=False), 0
+            self._counter, self._flops = flop_counter(), 0
 
     @hookimpl(wrapper=True)
     def train_step(self) -> Generator[None, Any, Any]:

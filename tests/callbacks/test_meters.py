@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from fabricate import Callback, ConfigurationError, DeviceStats, ModelSummary, Throughput, Trainer, TrainModule
+from fabricate.callbacks.flop_count import flop_counter
 from fabricate.callbacks.throughput import peak_of
 from fabricate.testing import run_ranks
 
@@ -119,6 +120,36 @@ def test_flops_are_counted_of_a_loss_that_is_scaled_by_a_number(plugin: type[Cal
     rates(counting, module=Scaled)
     counted = counting.flops_per_row if isinstance(counting, Throughput) else counting.micro_batch_flops / 4  # type: ignore[attr-defined]
     assert counted == FLOPS_PER_ROW
+
+
+class Smooth(Net):
+    """With layers whose gradients torch's own counter computes in another way, which rounds differently."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers: list[torch.nn.Module] = [torch.nn.SiLU(), torch.nn.Linear(16, 16), torch.nn.Mish(), torch.nn.RMSNorm(16)]
+        self.net = torch.nn.Sequential(self.net[0], *layers, self.net[2])
+
+
+@pytest.mark.parametrize("plugins", [[Throughput], [ModelSummary], [ModelSummary, Throughput]])
+def test_a_fit_whose_flops_are_counted_has_the_weights_of_one_that_is_not(plugins: list[type[Callback]]) -> None:
+    ended = []
+    for each in ([], plugins):
+        module = Smooth()
+        trainer = Trainer(max_steps=3, seed=0, progress=False, print_plan="none", plugins=[plugin() for plugin in each])
+        rows = torch.randn(64, 8, generator=torch.Generator().manual_seed(1))
+        trainer.fit(module, torch.utils.data.TensorDataset(rows, rows.sum(1)), batch_size=16)
+        ended.append(torch.nn.utils.parameters_to_vector(module.parameters()))
+    assert torch.equal(*ended)
+
+
+def test_the_counter_leaves_every_operation_whole_that_has_a_kernel_of_its_own() -> None:
+    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    names = (name for name in torch._C._dispatch_get_all_op_names() if name.startswith("aten::"))
+    replaced = {name for name in names if has(name, "CompositeImplicitAutograd") and has(name, "CPU")}
+    whole = {op.name() for op in flop_counter().flop_registry if isinstance(op, torch._ops.OpOverload)}
+    assert replaced == {"aten::silu_backward", "aten::mish_backward", "aten::native_channel_shuffle"}
+    assert whole == replaced | {"aten::_fused_rms_norm"}  # which has a kernel on CUDA only
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero2", "zero3"])
