@@ -73,7 +73,6 @@ class ZeRO(Strategy, abc.ABC):
         self._ran: list[int] = []
         """The numbers of the parameters that had a gradient in this window, in this order."""
         self._route = 0
-        self._ran_before: set[int] = set()
         self._noted_unused = False
         self._left_over = False
         self._in_backward = False
@@ -251,7 +250,7 @@ class ZeRO(Strategy, abc.ABC):
             hook.remove()
         self._setup.stop()
         self._engine, self._slices, self._groups, self._hooks = None, {}, [], []
-        self._ran_before, self._noted_unused = set(), False
+        self._noted_unused = False
         self._uses.forget()
         return whole
 
@@ -314,18 +313,17 @@ class ZeRO(Strategy, abc.ABC):
             )
 
     def _note_unused(self) -> None:
-        """Print a note, once, if parameters that had a gradient in an earlier update have none in this one."""
-        ran = set(self._ran)
-        if not self._noted_unused and (unused := self._ran_before - ran):
+        """Print a note, once, if trained parameters have no gradient in this update."""
+        if not self._noted_unused and (unused := set(range(len(self._slices))).difference(self._ran)):
             self._noted_unused = True
             if dist.get_rank() == 0:
                 print(
-                    f"note: {self._names(unused)} had a gradient in an earlier update but none in this one. DeepSpeed takes it as zero, so "
-                    "momentum, Adam's averages and weight decay still change these weights, which they do not under 'ddp' or 'fsdp'",
+                    f"note: {self._names(unused)} had no gradient in this update. DeepSpeed takes it as zero, so momentum, Adam's averages "
+                    "and weight decay still change these weights, which they do not under 'ddp' or 'fsdp'. If they never have one, freeze "
+                    "them with requires_grad_(False) before the fit",
                     file=sys.stderr,
                     flush=True,
                 )
-        self._ran_before |= ran
 
     def _names(self, numbers: Collection[int]) -> str:
         """The names of the trained parameters with these numbers, a few of them."""
