@@ -7,17 +7,14 @@ from __future__ import annotations
 
 import contextlib
 import difflib
-import enum
 import functools
 import inspect
-import json
 import os
 import types
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, NoReturn, ParamSpec, Protocol, Self, TypeVar, overload
 
-import numpy
 import torch
 
 from fabricate.data.identity import names_in
@@ -387,7 +384,7 @@ class TrainModule(torch.nn.Module, Listener):
         from fabricate.checkpoint.state.logical import load_weights, recorded_arguments
 
         recorded, missing = recorded_arguments(Path(path))
-        unknown = [name for name in missing if name not in overrides]
+        unknown = [name for name in missing if name not in overrides and _takes(cls, name)]
         if unknown:
             raise CheckpointError(
                 f"load_from_checkpoint({str(path)!r}): the constructor arguments {', '.join(unknown)} of {cls.__name__} could not be "
@@ -432,6 +429,8 @@ def refusing_logs(module: TrainModule, reason: str) -> Iterator[None]:
 def recorded(module: TrainModule) -> tuple[dict[str, Any], list[str]]:
     """The constructor arguments of `module` by name (of `*args` as a list) that JSON can hold, or that are tuples of what it can hold, and
     the names of the others."""
+    from fabricate.checkpoint.format.arguments import recordable
+
     args, kwargs = module._arguments
     try:
         bound = inspect.signature(type(module).__init__).bind(module, *args, **kwargs)
@@ -444,41 +443,18 @@ def recorded(module: TrainModule) -> tuple[dict[str, Any], list[str]]:
             values |= value
         else:
             values[name] = list(value) if kind is inspect.Parameter.VAR_POSITIONAL else value
-    held, lost = {}, []
-    for name, value in values.items():
-        try:
-            plain = _plain(value)
-            if type(value) is tuple:
-                plain = tuple(plain)
-            same = not isinstance(value, enum.Enum) and bool(plain == value)
-        except (TypeError, ValueError):
-            same = False
-        if same:
-            held[name] = plain
-        else:
-            lost.append(name)
-    return held, lost
-
-
-def _plain(value: Any) -> Any:
-    """`value` after a round trip through JSON, with NumPy numbers as Python's. Raises `TypeError` or `ValueError` if JSON cannot hold
-    it."""
-    return json.loads(json.dumps(value, allow_nan=False, default=_number))
-
-
-def _number(value: Any) -> Any:
-    if isinstance(value, numpy.generic):
-        return value.item()
-    raise TypeError(f"{type(value).__name__} is not JSON")
+    return recordable(values)
 
 
 def _as_given(value: Any) -> Any:
     """A copy of a dict or list that JSON can hold, because a constructor may change it; other values themselves."""
     if not isinstance(value, dict | list):
         return value
+    from fabricate.checkpoint.format.arguments import plain
+
     try:
-        plain = _plain(value)
-        return plain if plain == value else value
+        copy = plain(value)
+        return copy if copy == value else value
     except (TypeError, ValueError):
         return value
 
@@ -509,6 +485,12 @@ def _take(module: TrainModule, state: dict[str, Any], path: Path) -> None:
     arguments = {"trainer": None, "module": module, "state": state}
     taken = inspect.signature(module.on_load_weights).parameters
     module.on_load_weights(**{name: value for name, value in arguments.items() if name in taken})
+
+
+def _takes(kind: type[TrainModule], name: str) -> bool:
+    """Whether `kind.__init__` has an argument `name`."""
+    parameters = inspect.signature(kind.__init__).parameters
+    return name in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
 
 def _bind(kind: type[TrainModule], recorded: dict[str, Any], overrides: dict[str, Any]) -> inspect.BoundArguments:

@@ -127,7 +127,12 @@ class Smooth(Net):
 
     def __init__(self) -> None:
         super().__init__()
-        layers: list[torch.nn.Module] = [torch.nn.SiLU(), torch.nn.Linear(16, 16), torch.nn.Mish(), torch.nn.RMSNorm(16)]
+        layers: list[torch.nn.Module] = [
+            torch.nn.SiLU(),
+            torch.nn.Linear(16, 16),
+            torch.nn.Mish(),
+            torch.nn.RMSNorm(16),
+        ]
         self.net = torch.nn.Sequential(self.net[0], *layers, self.net[2])
 
 

@@ -335,7 +335,7 @@ def test_a_trainer_evaluates_what_was_imported(run: Any, accelerated: Path, tmp_
     assert metrics == wanted
 
 
-def lightning(path: Path, weights: dict[str, torch.Tensor]) -> Path:
+def lightning(path: Path, weights: dict[str, torch.Tensor], **parameters: Any) -> Path:
     """A file laid out as Lightning's documentation says: weights, hyper-parameters, counters, states of its parts."""
     torch.save(
         {
@@ -348,7 +348,7 @@ def lightning(path: Path, weights: dict[str, torch.Tensor]) -> Path:
             "optimizer_states": [{"state": {}, "param_groups": [{"lr": 0.1, "params": [0]}]}],
             "lr_schedulers": [],
             "hparams_name": "kwargs",
-            "hyper_parameters": {"width": 5, "size": torch.Size([2])},
+            "hyper_parameters": {"width": 5, "size": torch.Size([2]), **parameters},
         },
         path,
     )
@@ -365,6 +365,30 @@ def test_a_lightning_checkpoint_brings_its_weights_step_and_arguments(run: Any, 
         assert dict(reader.manifest.aliases) == {"model/tied.weight": "model/first.weight"}
     module = Net.load_from_checkpoint(path)  # width=5 was recorded
     assert same(module.state_dict(), dict(run[1]))
+
+
+class Shaped(TrainModule):
+    """Its layer depends on a tuple and on an argument that JSON cannot hold."""
+
+    def __init__(self, pad: tuple[int, int] = (1, 1), kinds: Any = None) -> None:
+        super().__init__()
+        self.pad, self.kinds = pad, kinds
+        self.first = torch.nn.Linear(3, 5)
+
+
+def test_the_arguments_of_a_lightning_checkpoint_are_restored_or_have_to_be_passed(tmp_path: Path) -> None:
+    weights = dict(Shaped().state_dict())
+    for name, parameters in (("tuple", {}), ("set", {"kinds": {1, 2}})):
+        source = lightning(tmp_path / f"{name}.ckpt", weights, pad=(2, 3), **parameters)
+        path = fabricate.import_checkpoint(source, tmp_path / name)
+        if parameters:
+            with pytest.raises(
+                CheckpointError, match=r"arguments kinds of Shaped could not be recorded; pass them as well"
+            ):
+                Shaped.load_from_checkpoint(path)
+        module = Shaped.load_from_checkpoint(path, **parameters)
+        assert (module.pad, module.kinds) == ((2, 3), parameters.get("kinds"))
+        assert same(module.state_dict(), weights)
 
 
 @pytest.mark.parametrize("legacy", [False, True], ids=["zip", "legacy"])

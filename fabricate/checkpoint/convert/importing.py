@@ -7,7 +7,6 @@ are read without a library, and torch's files always with `torch.load(weights_on
 from __future__ import annotations
 
 import datetime
-import json
 import math
 import re
 import secrets
@@ -18,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from fabricate.checkpoint.format import canonical_json
+from fabricate.checkpoint.format import arguments, canonical_json
 from fabricate.checkpoint.format import directory as format
 from fabricate.checkpoint.format.directory import ITEM_SIZES, Chunk, Manifest, TensorRecord
 from fabricate.checkpoint.format.files import LOCAL
@@ -67,8 +66,8 @@ def import_checkpoint(
 
     Args:
         source: a folder of `Accelerator.save_state` or `save_pretrained`; a `.safetensors` file; a Lightning `.ckpt`, whose
-            hyper_parameters become the recorded constructor arguments where JSON can hold them; any file that `torch.save`
-            made of a state dict.
+            hyper_parameters become the recorded constructor arguments (those that JSON cannot hold are passed to
+            `load_from_checkpoint`); any file that `torch.save` made of a state dict.
         out: the new checkpoint, which must not exist.
         rename: maps the beginning of a name to its replacement; the first match counts: ``{"module.": "", "": "model."}``.
         key: the key of the state dict in the file, such as "ema"; not needed if it is "state_dict", or if the file is the state dict.
@@ -132,8 +131,7 @@ def _write(source: Path, out: Path, weights: _Weights, names: Mapping[str, str],
         state = {
             "module": {
                 "class": "",
-                "arguments": weights.arguments,
-                "unrecorded": [],
+                **arguments.written(*arguments.recordable(weights.arguments)),
                 "transient": [],
                 "pretrained": None,
             },
@@ -307,7 +305,8 @@ def _torch(path: Path, key: str | None) -> _Weights:
     if "pytorch-lightning_version" in tree:
         weights.kind = "Lightning"
         weights.step = int(tree.get("global_step", 0))
-        weights.arguments = _json_only(tree.get("hyper_parameters", {}))
+        given = tree.get("hyper_parameters")
+        weights.arguments = {str(name): value for name, value in given.items()} if isinstance(given, Mapping) else {}
     _fill(weights, path, _state_dict(path, tree, key))
     return weights
 
@@ -397,15 +396,3 @@ def _fill(weights: _Weights, path: Path, tensors: Mapping[str, torch.Tensor]) ->
         else:
             seen[place] = name
             weights.chunks[name] = chunk(name, tensor)
-
-
-def _json_only(parameters: Any) -> dict[str, Any]:
-    """The hyper-parameters of Lightning that JSON can hold unchanged."""
-    kept = {}
-    for name, value in parameters.items() if isinstance(parameters, Mapping) else ():
-        try:
-            if isinstance(name, str) and json.loads(json.dumps(value, allow_nan=False)) == value:
-                kept[name] = value
-        except (TypeError, ValueError):
-            continue
-    return kept

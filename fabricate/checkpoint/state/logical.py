@@ -540,11 +540,10 @@ def _restored(reader: Reader, name: str, saved: Any, live: object, device: torch
 
 def recorded_arguments(path: Path) -> tuple[dict[str, Any], list[str]]:
     """The recorded constructor arguments of the module, and the names of the arguments that could not be recorded."""
+    from fabricate.checkpoint.format import arguments
+
     with Reader(find(path)) as reader:
-        module = shared_state(reader)["module"]
-        tuples = module.get("tuples", ())  # JSON has only lists
-        given = {name: tuple(value) if name in tuples else value for name, value in module["arguments"].items()}
-        return given, list(module["unrecorded"])
+        return arguments.read(shared_state(reader)["module"])
 
 
 def load_weights(path: Path, module: torch.nn.Module) -> tuple[dict[str, Any], list[str]]:

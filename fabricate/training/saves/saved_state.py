@@ -193,13 +193,11 @@ def _beside_weights(run: Run, saver: Saver) -> dict[str, Any]:
 
 def _module_state(run: Run, saver: Saver) -> dict[str, Any]:
     """The state of the module that is not in tensors."""
-    held, lost = recorded(run.module)
-    tuples = [name for name, value in held.items() if isinstance(value, tuple)]
+    from fabricate.checkpoint.format import arguments
+
     return {
         "class": f"{type(run.module).__module__}.{type(run.module).__qualname__}",
-        "arguments": {name: list(value) if name in tuples else value for name, value in held.items()},
-        "tuples": tuples,
-        "unrecorded": lost,
+        **arguments.written(*recorded(run.module)),
         "transient": sorted(transient_names(run.module)),
         "frozen": run.checkpoints.frozen_digests,
         "constants": run.checkpoints.constants,

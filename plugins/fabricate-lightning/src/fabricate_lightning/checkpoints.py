@@ -70,13 +70,13 @@ def load_weights(module: Any, path: str | Path) -> None:
     """Put the weights of the checkpoint at `path` into `module`, a LightningModule."""
 
     class Into(TrainModule):
-        def __init__(self, **hparams: Any) -> None:
+        def __init__(self) -> None:
             super().__init__()
             share(self, module)
 
     Into.__name__ = type(module).__name__  # for messages
     with imported(path) as checkpoint:
-        Into.load_from_checkpoint(checkpoint, **dict.fromkeys(map(str, module.hparams)))
+        Into.load_from_checkpoint(checkpoint)
 
 
 @contextlib.contextmanager
