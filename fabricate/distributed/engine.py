@@ -312,13 +312,15 @@ class Engine(Group):
             )
 
     def _verify_precision(self) -> None:
-        """Raise `ConfigurationError` unless autocast inside the forward context computes in the dtype of the precision."""
+        """Raise `ConfigurationError` unless autocast inside the forward context computes in the dtype of the precision. A precision
+        without autocast may declare float64, to which it converts the parameters."""
         with self.context or contextlib.nullcontext():
             on = torch.is_autocast_enabled(self.device.type)
             autocast = str(torch.get_autocast_dtype(self.device.type)).removeprefix("torch.") if on else "float32"
-        if autocast != self.precision.compute_dtype:
+        declared = self.precision.compute_dtype
+        if autocast != declared and (on or declared != "float64"):
             raise ConfigurationError(
-                f"precision={self.precision.name!r} computes in {self.precision.compute_dtype}, but autocast computes in "
+                f"precision={self.precision.name!r} computes in {declared}, but autocast computes in "
                 f"{autocast} on {self.device}; choose another precision, or correct forward_context() of this one"
             )
 

@@ -106,6 +106,31 @@ def test_settings_of_the_process_are_given_back_after_a_failure() -> None:
     assert not torch.is_anomaly_enabled()
 
 
+class Double(Precision):
+    name = "double"
+    compute_dtype = "float64"
+
+    def convert(self, module: torch.nn.Module) -> None:
+        module.double()
+
+
+class OnlySaysDouble(Double):
+    def convert(self, module: torch.nn.Module) -> None:
+        """Nothing, which is the fault."""
+
+
+@pytest.mark.parametrize("precision", [Double, OnlySaysDouble])
+def test_a_precision_may_convert_parameters_to_float64(
+    precision: type[Precision], capsys: pytest.CaptureFixture[str]
+) -> None:
+    module, dtype = Net(), torch.float64 if precision is Double else torch.float32
+    data = TensorDataset(*(each.to(dtype) for each in DATA.tensors))
+    Trainer(precision=precision(), max_steps=2, progress=False).fit(module, data, batch_size=8)
+    assert {parameter.dtype for parameter in module.parameters()} == {dtype}
+    said = "computes in float64, but no layer returned a tensor of this dtype" in capsys.readouterr().err
+    assert said == (precision is OnlySaysDouble)
+
+
 # ------------------------------------------------------------------------------------------------------- pure bfloat16
 
 
