@@ -29,6 +29,11 @@ class Progress:
     skipped: int = 0
     seconds: float = 0.0
 
+    @property
+    def windows(self) -> int:
+        """Updates that were applied or skipped: an epoch has the same number of them in either case."""
+        return self.step + self.skipped
+
     def state(self) -> dict[str, Any]:
         """The counters as a dictionary, for a checkpoint."""
         return asdict(self)
@@ -59,14 +64,14 @@ class Due:
     __slots__ = ("amount", "by_clock", "counter", "next")
 
     def __init__(self, every: Every | None, progress: Progress, updates_per_epoch: int | None = None) -> None:
-        """A share of an epoch is counted in steps, which requires `updates_per_epoch`."""
+        """A share of an epoch is counted in windows, which requires `updates_per_epoch`."""
         self.counter, size = _COUNTERS[every.unit] if every is not None else ("step", 1)
         self.amount: float | Fraction = every.amount * size if every is not None else math.inf
         if self.counter == "epoch" and self.amount < 1:
             assert updates_per_epoch is not None
             # As a fraction, because ten times the float 0.1 * 12 is more than 12.
             share = Fraction(self.amount).limit_denominator(1_000_000)
-            self.counter, self.amount = "step", max(Fraction(1), share * updates_per_epoch)
+            self.counter, self.amount = "windows", max(Fraction(1), share * updates_per_epoch)
         self.by_clock = self.counter == "seconds"
         """Whether rank 0's clock decides, so that the ranks have to agree."""
         self.next = math.inf

@@ -66,7 +66,7 @@ class Agenda:
             for every in (settings.log_every, settings.validate_every, settings.save_every)
         )
         self._by_step = [due for due in self._moments if due.counter == "step"]
-        self._by_amount = [due for due in self._moments if due.counter == "tokens"]
+        self._by_amount = [due for due in self._moments if due.counter in ("tokens", "windows")]
         # Only rank 0 reads the clock, and looks at the time limit and for the stop file.
         self._by_clock = [due for due in self._moments if due.by_clock and run.engine.rank == 0]
         self._reads_clock = run.watch is not None or bool(self._by_clock)
@@ -86,7 +86,7 @@ class Agenda:
         progress = self._run.progress
         due = progress.step >= self._next_step or window.last
         if self._by_amount:
-            due = due or any([progress.tokens >= moment.next for moment in self._by_amount])
+            due = due or any([getattr(progress, each.counter) >= each.next for each in self._by_amount])
         return self._ranks.due() or due  # in this order, because `_ranks.due` also counts the updates
 
     def _look_at_clock(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import threading
 from collections import UserList
@@ -505,6 +506,26 @@ def test_a_share_of_an_epoch_comes_round_within_it(every: Any, steps: list[int])
     )
     assert step_numbers == steps
     assert str(Every.parse("validate_every", 0.25)) == "0.25 epochs"
+
+
+def test_a_skipped_update_does_not_move_the_shares_of_an_epoch() -> None:
+    moments: list[tuple[int, int, int]] = []
+
+    class Looks(Callback):
+        def on_eval_end(self, trainer: Trainer) -> None:
+            moments.append((trainer.step, trainer.progress.skipped, trainer.progress.epoch))
+
+    class Overflows(Regression):
+        def training_step(self, batch: Any) -> torch.Tensor:
+            progress = self.trainer.progress
+            second = self.training and (progress.step, progress.skipped) == (1, 0)
+            return super().training_step(batch) * (math.inf if second else 1.0)
+
+    result = Trainer(
+        max_epochs=2, validate_every=0.5, save_every=0.5, nonfinite="skip", plugins=[Looks()], progress=False
+    ).fit(Overflows(), ROWS, ROWS, batch_size=2)
+    assert moments == [(1, 1, 0), (3, 1, 1), (5, 1, 1), (7, 1, 2)]
+    assert result.steps == 7
 
 
 def test_a_share_of_an_epoch_without_a_length_is_refused() -> None:
