@@ -84,6 +84,18 @@ def test_a_model_checkpoint_keeps_the_best_and_says_where_they_are(tmp_path: Pat
         torch.testing.assert_close(value, ours.weights[name])
 
 
+def test_checkpoints_that_were_not_validated_are_not_among_the_best(tmp_path: Path) -> None:
+    found = []
+    for by, folder in ((by_lightning, "a"), (by_fabricate, "b")):
+        torch.manual_seed(0)
+        checkpoint = callbacks.ModelCheckpoint(tmp_path / folder, monitor="val_loss", save_top_k=2)
+        quiet: dict[str, Any] = {"enable_checkpointing": True, "max_epochs": 8, "check_val_every_n_epoch": 2}
+        by(Classifier(lr=0.3), *data(), callbacks=[checkpoint], **quiet)
+        assert all(Path(path).exists() for path in checkpoint.best_k_models)
+        found.append([*sorted(map(float, checkpoint.best_k_models.values())), float(checkpoint.kth_value)])
+    assert found[1] == pytest.approx(found[0], abs=1e-6)
+
+
 class OfAnotherName(Classifier):
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.log("score", torch.nn.functional.cross_entropy(self(batch[0]), batch[1]))

@@ -12,7 +12,7 @@ import lightning
 import pytest
 import torch
 from fabricate_lightning import adapt
-from lightning_shapes import Classifier, by_fabricate, by_lightning, loader
+from lightning_shapes import Classifier, both, by_fabricate, by_lightning, loader
 
 import fabricate
 from fabricate import ConfigurationError
@@ -226,7 +226,17 @@ def test_fabricates_own_trainer_names_adapt() -> None:
 # --------------------------------------------------------------------------------------------------- self.trainer
 
 
-def test_attributes_of_the_trainer_are_those_of_lightning() -> None:
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5, "max_epochs": 1},
+        {"overfit_batches": 2, "max_epochs": 1},
+        {"fast_dev_run": 2},
+        {"max_steps": 7, "max_epochs": None},
+    ],
+    ids=str,
+)
+def test_attributes_of_the_trainer_are_those_of_lightning(options: dict[str, Any]) -> None:
     names = """max_epochs max_steps min_epochs global_step current_epoch world_size num_devices num_nodes global_rank local_rank node_rank
         is_global_zero estimated_stepping_batches num_training_batches num_val_batches accumulate_grad_batches gradient_clip_val
         log_every_n_steps val_check_interval check_val_every_n_epoch sanity_checking training validating testing predicting evaluating
@@ -242,11 +252,21 @@ def test_attributes_of_the_trainer_are_those_of_lightning() -> None:
             assert self.trainer.optimizers[0] is not None
             assert self.trainer.strategy.root_device == self.device
 
-    options = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5, "max_epochs": 1}
     by_lightning(Looks(), loader(), loader(number=20), **options)
     by_fabricate(Looks(), loader(), loader(number=20), **options)
     theirs, ours = attributes
     assert ours == theirs
+
+
+def test_a_callback_logs_as_under_lightning() -> None:
+    class Counts(lightning.Callback):
+        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            self.log("number", float(batch_idx), on_epoch=True)
+            self.log_dict({"square": float(batch_idx**2)})
+
+    theirs, ours = both(Classifier, lambda: (loader(),), max_epochs=1, callbacks=lambda: [Counts()])
+    assert {"number_step", "number_epoch", "square"} <= theirs.metrics.keys()
+    assert ours.metrics == pytest.approx(theirs.metrics, abs=1e-6)
 
 
 class LooksAhead(Classifier):

@@ -100,6 +100,27 @@ def test_a_value_that_is_logged_after_each_batch_is_weighed_by_its_rows(accumula
     assert ours.metrics["number"] == pytest.approx(theirs.metrics["number"], abs=1e-6)
 
 
+class AfterBatchAndIn(Classifier):
+    """Logs the same number in the step and after it."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log("in_step", float(batch_idx))
+        return super().training_step(batch, batch_idx)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.log("after_step", float(batch_idx))
+
+
+def test_loggers_get_the_mean_over_rows_of_what_is_logged_after_each_batch(tmp_path: Path) -> None:
+    logger = CSVLogger(tmp_path)
+    options = {"accumulate_grad_batches": 3, "log_every_n_steps": 1, "max_epochs": 1, "logger": logger}
+    by_fabricate(AfterBatchAndIn(), loader(number=40), **options)
+    with (Path(logger.log_dir) / "metrics.csv").open() as file:
+        lines = [line for line in csv.DictReader(file) if line["in_step"]]
+    assert [float(line["in_step"]) for line in lines] == [1.0, 3.5], "0 to 2, and 3 and 4"
+    assert [float(line["after_step"]) for line in lines] == [1.0, 3.5]
+
+
 class Collection(Classifier):
     def __init__(self) -> None:
         super().__init__()

@@ -134,6 +134,24 @@ def test_gradients_are_accumulated_by_hand_as_under_lightning() -> None:
     assert ours.trainer.optimizers[0].param_groups[0]["lr"] == theirs.trainer.optimizers[0].param_groups[0]["lr"] < 0.1
 
 
+class StepsAtTheEnd(Accumulates):
+    """Steps after two batches, and after the last one of an epoch."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss, optimizer = regression_loss(self, batch), self.optimizers()
+        self.losses.append(float(loss.detach()))
+        self.manual_backward(loss)
+        if batch_idx % 2 or self.trainer.is_last_batch:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("limit", ["limit_train_batches", "overfit_batches"])
+def test_the_last_batch_of_a_limited_epoch_is_that_of_lightning(limit: str) -> None:
+    theirs, ours = both(StepsAtTheEnd, lambda: (loader(), loader(number=20)), **{limit: 3})
+    assert apart(theirs, ours) < 1e-6
+
+
 class Clears(Classifier):
     """Clears the gradients after its step, and has a layer that no step uses."""
 

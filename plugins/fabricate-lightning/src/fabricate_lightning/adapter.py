@@ -206,7 +206,7 @@ class Adapted(TrainModule):
             view.loaders["train"] = data.training(owner, None)
         batches = view.num_training_batches
         per_epoch = batches if batches == math.inf else -(-batches // view.accumulate_grad_batches)
-        by_epochs = math.inf if view.max_epochs is None else per_epoch * view.max_epochs
+        by_epochs = math.inf if view.max_epochs == -1 else per_epoch * view.max_epochs
         return min(by_epochs, math.inf if view.max_steps == -1 else view.max_steps)
 
     def stepping_optimizers(self) -> list[Any]:
@@ -420,7 +420,7 @@ class Adapted(TrainModule):
             logger.save()
 
     def on_saved(self, path: Path) -> None:
-        saved(self.view.checkpoint_callbacks, path, self.view.callback_metrics)
+        saved(self.view.checkpoint_callbacks, path)
 
     # -- checkpoints --------------------------------------------------------------------------------------------------------------
 

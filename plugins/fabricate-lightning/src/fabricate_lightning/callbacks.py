@@ -6,6 +6,7 @@ Must not know: the Trainer's own arguments (`arguments`), when hooks are called 
 from __future__ import annotations
 
 import datetime
+import json
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -171,14 +172,16 @@ def _cadence(checkpoint: Any) -> Every | None:
     return Every(epochs=checkpoint.every_n_epochs) if checkpoint.every_n_epochs else None
 
 
-def saved(checkpoints: Iterable[Any], path: Path, known: dict[str, torch.Tensor]) -> None:
-    """Set the attributes of the ModelCheckpoint objects for a new checkpoint at `path`: its path, and the best ones so far."""
+def saved(checkpoints: Iterable[Any], path: Path) -> None:
+    """Set the attributes of the ModelCheckpoint objects for a new checkpoint at `path`: its path, and the best ones so far. A checkpoint
+    whose manifest does not hold the monitored metric was not validated, and is not among them."""
+    recorded = json.loads((path / "manifest.json").read_text(encoding="utf-8"))["manifest"]["metrics"]
     for checkpoint in checkpoints:
         checkpoint.dirpath, checkpoint.last_model_path = str(path.parent), str(path)
         if checkpoint.monitor is None:
             checkpoint.best_model_path = str(path)
-        elif (score := known.get(checkpoint.monitor)) is not None:
-            checkpoint.current_score = score
+        elif isinstance(value := recorded.get(checkpoint.monitor), int | float):
+            checkpoint.current_score = score = torch.tensor(float(value))
             best = checkpoint.best_model_score
             if best is None or (score < best if checkpoint.mode == "min" else score > best):
                 checkpoint.best_model_path, checkpoint.best_model_score = str(path), score

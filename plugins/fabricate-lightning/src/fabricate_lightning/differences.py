@@ -27,7 +27,10 @@ def lines(adapted: Any, trainer: Trainer) -> Iterator[str]:
             "has the same weight"
         )
     if ranks > 1:
-        yield "what is logged is reduced over the ranks, with sync_dist=True and without; no row is evaluated twice"
+        yield (
+            "what is logged is reduced over the ranks, with sync_dist=True and without, by reduce_fx for an epoch, to a mean for a step; "
+            "callback_metrics has this rank's own value of a step; no row is evaluated twice"
+        )
         yield "training data is read in the loader's order; on several ranks, Lightning shuffles it even if the loader does not"
     yield "shuffled data has another order, from the seed and the epoch, so that a run can resume within an epoch"
     yield "loaders and validation do not use the random generators of training, so dropout has other masks than in Lightning"

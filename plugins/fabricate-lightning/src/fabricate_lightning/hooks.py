@@ -42,6 +42,8 @@ class Hooks:
     def __init__(self, view: Any, module: Any, callbacks: Sequence[Any], logs: Logs) -> None:
         self._view, self._module, self._callbacks, self._logs = view, module, callbacks, logs
         self._known: dict[tuple[str, str], list[Callable[..., Any]]] = {}
+        for callback in callbacks:  # so that it may call self.log, as under Lightning
+            callback.log, callback.log_dict = module.log, module.log_dict
 
     def __call__(self, hook: str, *arguments: Any) -> None:
         """Call `hook` of the callbacks, then of the module. Return values are ignored; `of_module` returns that of the module."""

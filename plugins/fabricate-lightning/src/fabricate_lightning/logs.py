@@ -153,12 +153,8 @@ class Logs:
                 f"self.log({name!r}, reduce_fx={options.reduction!r}) is not supported over a training epoch: log a torchmetrics "
                 f"object ({options.reduction.title()}Metric), or the value of each step"
             )
-        if (
-            batch_size is None
-            and options.on_epoch
-            and options.reduction == "mean"
-            and self.hook == "on_train_batch_end"
-        ):
+        is_mean = options.reduction == "mean" or not options.on_epoch
+        if batch_size is None and is_mean and self.hook == "on_train_batch_end":
             batch_size = self.rows()  # the last batch of an update would be weighed like the whole update
         if options.on_epoch or options.logger:
             record(recorded, value, weight=batch_size, reduce=options.reduction if options.on_epoch else "mean")

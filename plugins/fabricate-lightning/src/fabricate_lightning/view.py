@@ -269,10 +269,10 @@ class TrainerView:
         return getattr(self._fabricates.settings, name)
 
     @property
-    def max_epochs(self) -> int | None:
-        """The argument; None for no limit."""
-        value: int | None = self._setting("max_epochs")
-        return value
+    def max_epochs(self) -> int:
+        """The argument; -1 for no limit, 1 with `fast_dev_run`."""
+        value = 1 if self.fast_dev_run else self._setting("max_epochs")
+        return -1 if value is None else int(value)
 
     @property
     def max_steps(self) -> int:
@@ -318,26 +318,30 @@ class TrainerView:
 
     @property
     def limit_train_batches(self) -> float:
-        """The argument; 1.0 if not given."""
+        """The limit in force; 1.0 for none."""
         return self._limit("train")
 
     @property
     def limit_val_batches(self) -> float:
-        """The argument; 1.0 if not given."""
+        """The limit in force; 1.0 for none."""
         return self._limit("val")
 
     @property
     def limit_test_batches(self) -> float:
-        """The argument; 1.0 if not given."""
+        """The limit in force; 1.0 for none."""
         return self._limit("test")
 
     @property
     def limit_predict_batches(self) -> float:
-        """The argument; 1.0 if not given."""
+        """The limit in force; 1.0 for none."""
         return self._limit("predict")
 
     def _limit(self, stage: str) -> float:
-        value: float | None = self._setting(f"limit_{stage}_batches")
+        """The limit in force: `fast_dev_run` and `overfit_batches` set it too."""
+        if self.fast_dev_run and stage == "train":
+            return self.fast_dev_run * self.accumulate_grad_batches
+        value: float | None = self._setting("overfit_batches") if stage in ("train", "val") else None
+        value = value or self._setting(f"limit_{stage}_batches")
         return 1.0 if value is None else value
 
     @property
@@ -359,17 +363,22 @@ class TrainerView:
     @property
     def val_check_interval(self) -> float:
         """1.0 where every epoch, or every few, ends with a validation."""
-        every = self._setting("validate_every")
+        every = self._validated_every
         whole = every is None or (every.unit == "epochs" and every.amount >= 1)
         return 1.0 if whole else every.amount
 
     @property
     def check_val_every_n_epoch(self) -> int | None:
         """Epochs between validations; None where updates are counted."""
-        every = self._setting("validate_every")
+        every = self._validated_every
         if every is None or (every.unit == "epochs" and every.amount < 1):
             return 1
         return int(every.amount) if every.unit == "epochs" else None
+
+    @property
+    def _validated_every(self) -> Any:
+        """The interval of fabricate's setting; None, which means each epoch, with `fast_dev_run`, whose updates are Lightning's epoch."""
+        return None if self.fast_dev_run else self._setting("validate_every")
 
     @property
     def precision(self) -> str:
@@ -395,27 +404,27 @@ class TrainerView:
         loader = self.loaders.get("train")
         if loader is None:
             return math.inf
-        return num_batches(loader, self.world_size, self._setting("limit_train_batches"), training=True)
+        return num_batches(loader, self.world_size, self.limit_train_batches, training=True)
 
     @property
     def num_val_batches(self) -> list[float]:
         """Batches that this rank reads of each validation set."""
-        return self._several("validate", "limit_val_batches")
+        return self._several("validate", self.limit_val_batches)
 
     @property
     def num_test_batches(self) -> list[float]:
         """Batches that this rank reads of each test set."""
-        return self._several("test", "limit_test_batches")
+        return self._several("test", self.limit_test_batches)
 
     @property
     def num_predict_batches(self) -> list[float]:
         """Batches that this rank reads of each prediction set."""
-        return self._several("predict", "limit_predict_batches")
+        return self._several("predict", self.limit_predict_batches)
 
-    def _several(self, stage: str, limit: str) -> list[float]:
+    def _several(self, stage: str, limit: float) -> list[float]:
         loaders = self.loaders.get(stage)
         several = list(loaders.values()) if isinstance(loaders, dict) else [] if loaders is None else [loaders]
-        return [num_batches(loader, self.world_size, self._setting(limit)) for loader in several]
+        return [num_batches(loader, self.world_size, limit) for loader in several]
 
     @property
     def train_dataloader(self) -> Any:
