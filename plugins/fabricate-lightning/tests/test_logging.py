@@ -16,7 +16,7 @@ from lightning.pytorch.callbacks import LearningRateMonitor
 from lightning.pytorch.core.hooks import ModelHooks
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.trainer.connectors.logger_connector.fx_validator import _FxValidator
-from lightning_shapes import Classifier, both, by_fabricate, case, loader
+from lightning_shapes import Classifier, both, by_fabricate, by_lightning, case, loader
 
 from fabricate import ConfigurationError
 
@@ -223,6 +223,29 @@ def test_values_go_to_the_run_and_to_loggers(tmp_path: Path) -> None:
     stages = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     validations = [line["metrics"] for line in stages if line["stage"] == "validate"]
     assert [set(metrics) for metrics in validations] == [{"val_loss", "val/accuracy"}] * 2
+
+
+class Momenta(Classifier):
+    def configure_optimizers(self) -> Any:
+        groups = [{"params": self.net[0].parameters(), "name": "first"}, {"params": self.net[3].parameters()}]
+        optimizer = torch.optim.SGD(groups, lr=0.1, momentum=0.9, weight_decay=0.01)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
+
+
+def test_the_learning_rate_monitor_has_lightnings_names_and_values(tmp_path: Path) -> None:
+    monitors: list[LearningRateMonitor] = []
+    columns: list[set[str]] = []
+    for by, folder in ((by_lightning, "a"), (by_fabricate, "b")):
+        monitors.append(LearningRateMonitor(log_momentum=True, log_weight_decay=True))
+        logger = CSVLogger(tmp_path / folder)
+        by(Momenta(), loader(), logger=logger, callbacks=[monitors[-1]], log_every_n_steps=1, max_epochs=2)
+        with (Path(logger.log_dir) / "metrics.csv").open() as file:
+            columns.append({name for line in csv.DictReader(file) for name in line if name.startswith("lr-")})
+    theirs, ours = monitors
+    assert columns[1] == columns[0]
+    assert set(ours.lrs) == set(theirs.lrs) == {"lr-SGD/first", "lr-SGD/pg2"}
+    assert ours.last_momentum_values == theirs.last_momentum_values
+    assert ours.last_weight_decay_values == theirs.last_weight_decay_values
 
 
 class Where(Classifier):

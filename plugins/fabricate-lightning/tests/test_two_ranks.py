@@ -35,6 +35,8 @@ class Synchronised(Classifier):
         loss = regression_loss(self, batch)
         self.losses.append(float(loss))
         self.log("train_loss", loss, on_step=False, on_epoch=True, sync_dist=True)
+        self.log("of_step", float(10 * self.global_rank + batch_idx), sync_dist=True)
+        self.log("sum", float(self.global_rank), sync_dist=True, reduce_fx="sum")
         return loss
 
     def on_train_epoch_end(self) -> None:

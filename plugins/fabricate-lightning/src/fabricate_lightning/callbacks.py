@@ -8,7 +8,8 @@ from __future__ import annotations
 import datetime
 import json
 import re
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,7 @@ def translated(callbacks: Iterable[Any]) -> Translated:
             translation.plugins.append(plugin(callback))
         elif not any(is_a(callback, name) for name in _SHOWN):
             translation.called.append(callback)
+        translation.notes.extend(_differences(callback))
     if any(isinstance(plugin, StochasticWeightAveraging) for plugin in translation.plugins):
         translation.notes.append(
             "StochasticWeightAveraging averages weights at the end of each epoch (in Lightning: at the start). Batch norm "
@@ -77,6 +79,16 @@ def translated(callbacks: Iterable[Any]) -> Translated:
     if translation.checkpoints:
         _keep(translation)
     return translation
+
+
+def _differences(callback: Any) -> Iterable[str]:
+    """How fabricate's counterpart of `callback` differs."""
+    if is_a(callback, "LearningRateMonitor") and callback.logging_interval == "epoch":
+        yield "LearningRateMonitor(logging_interval='epoch') writes at each log boundary (in Lightning: once per epoch)"
+    if is_a(callback, "Timer"):
+        yield "Timer ends the fit after an update, also with interval='epoch'; its time_elapsed() stays 0"
+    if kind := next((name for name in ("DeviceStatsMonitor", "ThroughputMonitor") if is_a(callback, name)), None):
+        yield f"{kind} writes to metrics.jsonl and trainer.core.rates, by fabricate's names (in Lightning: to the loggers)"
 
 
 def _check(callback: Any) -> None:
@@ -200,15 +212,34 @@ def _rank(checkpoint: Any, path: Path, score: torch.Tensor) -> None:
         checkpoint.kth_value = scores[checkpoint.kth_best_model_path]
 
 
-def learning_rates(optimizers: Iterable[torch.optim.Optimizer], configs: Iterable[Any]) -> dict[str, float]:
-    """The learning rates by the names of Lightning's LearningRateMonitor."""
+def named_groups(optimizers: Iterable[torch.optim.Optimizer], configs: Iterable[Any]) -> dict[str, dict[str, Any]]:
+    """The parameter groups by the names of Lightning's LearningRateMonitor."""
     names = {
         id(config.scheduler.optimizer): config.name for config in configs if hasattr(config.scheduler, "optimizer")
     }
-    rates: dict[str, float] = {}
+    groups: dict[str, dict[str, Any]] = {}
+    seen: Counter[str] = Counter()
     for optimizer in optimizers:
-        name = names.get(id(optimizer)) or f"lr-{type(optimizer).__name__}"
-        name = f"{name}-{sum(other.partition('/')[0] == name for other in rates)}" if name in rates else name
+        name = kind = names.get(id(optimizer)) or f"lr-{type(optimizer).__name__}"
+        if seen[kind]:
+            name = f"{kind}-{seen[kind]}"
+        seen[kind] += 1
         for number, group in enumerate(optimizer.param_groups, 1):
-            rates[name if len(optimizer.param_groups) == 1 else f"{name}/pg{number}"] = float(group["lr"])
-    return rates
+            own = group.get("name", f"pg{number}" if len(optimizer.param_groups) > 1 else None)
+            groups[f"{name}/{own}" if own else name] = group
+    return groups
+
+
+def monitored(monitor: Any, groups: Mapping[str, dict[str, Any]]) -> dict[str, float]:
+    """What LearningRateMonitor, `monitor`, gives loggers for the parameter `groups`; it remembers these values."""
+    values: dict[str, float] = {}
+    for name, group in groups.items():
+        values[name] = float(group["lr"])
+        monitor.lrs.setdefault(name, []).append(values[name])
+        if monitor.log_momentum:
+            momentum = group["betas"][0] if "betas" in group else group.get("momentum", 0)
+            values[f"{name}-momentum"] = monitor.last_momentum_values[f"{name}-momentum"] = momentum
+        if monitor.log_weight_decay:
+            decay = group["weight_decay"]
+            values[f"{name}-weight_decay"] = monitor.last_weight_decay_values[f"{name}-weight_decay"] = decay
+    return values

@@ -29,7 +29,7 @@ def lines(adapted: Any, trainer: Trainer) -> Iterator[str]:
     if ranks > 1:
         yield (
             "what is logged is reduced over the ranks, with sync_dist=True and without, by reduce_fx for an epoch, to a mean for a step; "
-            "callback_metrics has this rank's own value of a step; no row is evaluated twice"
+            "in hooks of a batch, callback_metrics has this rank's own value of a step; no row is evaluated twice"
         )
         yield "training data is read in the loader's order; on several ranks, Lightning shuffles it even if the loader does not"
     yield "shuffled data has another order, from the seed and the epoch, so that a run can resume within an epoch"

@@ -99,6 +99,8 @@ class Logs:
         """torchmetrics objects that were logged and are not computed yet."""
         self._computed: list[Any] = []
         self._waiting: dict[str, tuple[Any, Options]] = {}
+        self._of_steps: dict[str, tuple[Options, str, torch.Tensor]] = {}
+        """The last values of steps that were logged with sync_dist=True, on this rank, with their options and forks."""
 
     def log(self, record: Callable[..., None], name: str, value: Any, **given: Any) -> None:
         """`self.log(name, value, ...)`. record: `TrainModule.log`, which takes values of training."""
@@ -125,6 +127,8 @@ class Logs:
             self._in_training(record, name + fork, name, value, options, given["batch_size"])
         if options.on_step:
             self._know(name, value, options, fork)
+            if given["sync_dist"] and not self.evaluates:
+                self._of_steps[name] = options, fork, value
 
     @property
     def in_training_batch(self) -> bool:
@@ -167,6 +171,8 @@ class Logs:
         """The values logged for the epoch or the evaluation since the last call, by their names for loggers. known: the values that
         fabricate recorded for the epoch; empty in an evaluation. All ranks; waits for the device."""
         settled: dict[str, float] = {}
+        if world_size > 1:
+            self._synchronise()
         if known:
             for recorded, (name, options) in self.epoch.items():
                 settled |= self._settled(name, known.get(f"epoch_{recorded}", math.nan), options)
@@ -186,7 +192,7 @@ class Logs:
         """Discard all values, because a fit or an evaluation begins."""
         self.callback_metrics, self.logged_metrics, self.progress_bar_metrics, self.epoch = {}, {}, {}, {}
         self.not_of_steps = set()
-        self._sums, self._objects, self._computed = {}, {}, []
+        self._sums, self._objects, self._computed, self._of_steps = {}, {}, [], {}
 
     def restore(self, metrics: Mapping[str, float], epoch: Mapping[str, Any]) -> None:
         """Restore the values and the names of a checkpoint."""
@@ -226,6 +232,16 @@ class Logs:
         if options.prog_bar:
             self.progress_bar_metrics[forked] = value
         return forked
+
+    def _synchronise(self) -> None:
+        """Reduce the last values of steps over the ranks where that was asked for, because callbacks monitor them. All ranks."""
+        mine = [(name, tuple(options), fork, float(value)) for name, (options, fork, value) in self._of_steps.items()]
+        self._of_steps = {}
+        together: dict[str, tuple[Options, str, list[tuple[float, float]]]] = {}
+        for name, options, fork, value in sorted(gather_object(mine)):
+            together.setdefault(name, (Options(*options), fork, []))[2].append((value, 1.0))
+        for name, (options, fork, parts) in together.items():
+            self._know(name, torch.as_tensor(combined(options.reduction, parts)), options, fork, whole=True)
 
     def _summed(self, world_size: int) -> list[tuple[str, Options, float]]:
         mine = [(name, tuple(entry.options), entry.state()) for name, entry in self._sums.items()]

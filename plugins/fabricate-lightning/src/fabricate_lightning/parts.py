@@ -14,7 +14,7 @@ import torch
 from fabricate import ConfigurationError, Trainer, hookimpl
 from fabricate_lightning import data
 from fabricate_lightning.adapter import Adapted
-from fabricate_lightning.callbacks import learning_rates
+from fabricate_lightning.callbacks import monitored, named_groups
 from fabricate_lightning.kinds import is_a, overrides
 
 
@@ -45,12 +45,10 @@ class WithLoggers(Adapted):
         super().on_fit_start(trainer)
 
     def on_log(self, trainer: Trainer, metrics: dict[str, float], step: int) -> None:
-        rates = {}
-        if monitors := [callback for callback in self.view.callbacks if is_a(callback, "LearningRateMonitor")]:
-            rates = learning_rates(self.optimizers, self.schedulers)
-        for monitor in monitors:
-            for name, rate in rates.items():
-                monitor.lrs.setdefault(name, []).append(rate)
+        rates: dict[str, float] = {}
+        for callback in self.view.callbacks:
+            if is_a(callback, "LearningRateMonitor"):
+                rates |= monitored(callback, named_groups(self.optimizers, self.schedulers))
         of_steps = {name: value for name, value in metrics.items() if name not in self.view.logs.not_of_steps}
         self._to_loggers({**of_steps, **rates}, step, trainer.epoch)
 

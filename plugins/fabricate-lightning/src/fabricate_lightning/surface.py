@@ -93,6 +93,7 @@ class Surface:
             reduce_fx=reduce_fx,
             add_dataloader_idx=add_dataloader_idx,
             batch_size=batch_size,
+            sync_dist=sync_dist,
         )
 
     def optimizers(self, use_pl_optimizer: bool = True) -> Any:
