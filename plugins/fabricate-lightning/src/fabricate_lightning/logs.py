@@ -116,19 +116,23 @@ class Logs:
                 return
         value = _one_number(name, value)
         if options.on_epoch and (self.evaluates or self.hook == "on_train_epoch_end"):
-            weight = given["batch_size"] or (self.rows() if self._of_batch() and options.reduction == "mean" else 1)
-            together = self._sums.setdefault(name, Sum(options))
-            together.add(value, weight)
-            if not self._of_batch():
-                # Callbacks read it in the same hook: on several ranks, this rank's value until the ranks are reduced.
-                so_far = combined(options.reduction, [together.state()])
-                self._know(name, torch.as_tensor(so_far), options, "", whole=True)
+            self._sum_up(name, value, options, given["batch_size"])
         elif not self.evaluates:
             self._in_training(record, name + fork, name, value, options, given["batch_size"])
         if options.on_step:
             self._know(name, value, options, fork)
             if given["sync_dist"] and not self.evaluates:
                 self._of_steps[name] = options, fork, value
+
+    def _sum_up(self, name: str, value: torch.Tensor, options: Options, batch_size: int | None) -> None:
+        """Add `value` to those of an evaluation, or of the hook at the end of an epoch."""
+        weight = batch_size or (self.rows() if self._of_batch() and options.reduction == "mean" else 1)
+        together = self._sums.setdefault(name, Sum(options))
+        together.add(value, weight)
+        if not self._of_batch():
+            # Callbacks read it in the same hook: on several ranks, this rank's value until the ranks are reduced.
+            so_far = combined(options.reduction, [together.state()])
+            self._know(name, torch.as_tensor(so_far), options, "", whole=True)
 
     @property
     def in_training_batch(self) -> bool:
