@@ -9,10 +9,10 @@ if TYPE_CHECKING:
 
 
 def flop_counter() -> FlopCounterMode:
-    """A counter that changes no result.
+    """A counter that leaves the results of a fit as they are.
 
-    Torch's counter replaces an operation by the operations that it is defined by, if there are any, and their results are rounded
-    differently. These operations have a kernel of their own and no matrix product, so it is told to count 0 for them and leave them."""
+    torch's FlopCounterMode decomposes every operation that has a decomposition, which changes the rounding. The operations below run in one
+    kernel and contain no matrix product. Giving each a count of 0 keeps torch from decomposing it."""
     import torch
     from torch.utils.flop_counter import FlopCounterMode
 
