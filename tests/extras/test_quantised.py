@@ -358,6 +358,53 @@ def test_a_base_that_adapters_change_or_whose_layers_are_tied_is_merged_as_train
         torch.testing.assert_close(merged(TOKENS).logits, module.model.eval()(TOKENS).logits, rtol=0, atol=1e-5)
 
 
+def gpt2(folder: Path) -> Path:
+    """A tiny GPT-2, saved. Its linear layers are `Conv1D`s, whose weights are transposed; c_proj of attention is square."""
+    config = transformers.GPT2Config(
+        vocab_size=64, n_embd=64, n_layer=2, n_head=4, n_positions=32, bos_token_id=0, eos_token_id=0
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        transformers.GPT2LMHeadModel(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("adapter", ["lora", "ia3"])
+@pytest.mark.parametrize("kind", BITSANDBYTES)
+def test_a_merged_gpt2_has_the_transposed_weights_of_its_layers(kind: str, adapter: str, tmp_path: Path) -> None:
+    base, targets = gpt2(tmp_path / "base"), ["c_attn", "attn.c_proj"]
+    lora = peft.LoraConfig(r=4, target_modules=targets, task_type="CAUSAL_LM")
+    ia3 = peft.IA3Config(target_modules=targets, feedforward_modules=[], task_type="CAUSAL_LM")
+
+    class AdaptedGPT2(Adapted):
+        def configure_model(self) -> None:
+            model = transformers.AutoModelForCausalLM.from_pretrained(
+                base, quantization_config=quantization(kind), device_map={"": "cpu"}
+            )
+            model = peft.prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
+            self.model = peft.get_peft_model(model, lora if adapter == "lora" else ia3)
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.AdamW(self.parameters(), lr=0.1)
+
+    module = AdaptedGPT2(base, kind)
+    settings: dict[str, Any] = {"precision": "fp32", "progress": False, "seed": 1, "print_plan": "none"}
+    Trainer(max_steps=STEPS, run_dir=tmp_path / "run", **settings).fit(module, ROWS, batch_size=4)
+    result = CliRunner().invoke(main, ["ckpt", "merge", str(tmp_path / "run"), str(tmp_path / "merged")])
+    assert result.exit_code == 0, result.output
+    merged: Any = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
+    for layer in module.modules():
+        if isinstance(layer, Linear4bit):
+            layer.support_avx512bf16_for_cpu = False  # which rounds its scales
+    before: Any = transformers.AutoModelForCausalLM.from_pretrained(base).eval()
+    with torch.no_grad():
+        expected, logits, untrained = (each(TOKENS).logits for each in (module.model.eval(), merged, before))
+    distance, change = ((logits - each).abs().max().item() for each in (expected, untrained))
+    print(f"{kind}, {adapter}: {distance:.1e} from what was trained, {change:.1e} from the base")
+    assert distance < (1e-5 if kind == "nf4" else 0.02)  # as above
+    assert change > 0.1
+
+
 def test_a_merge_over_another_base_or_without_one_is_refused(base: Path, tmp_path: Path) -> None:
     fit(base, "nf4", tmp_path / "run", steps=1)
     other = llama(tmp_path / "other", seed=5)

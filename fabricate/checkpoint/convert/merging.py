@@ -6,6 +6,7 @@ know: runs, ranks.
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -42,10 +43,15 @@ def merge(checkpoint: Path, out: Path, base: str | None = None) -> list[str]:
         adapted = _adapted(model, config, label)
         _compare(reader, record, adapted)
         if getattr(model.config, "quantization_config", None) is not None:
+            _forget_quantisation(model)  # before unload(), which IA3 refuses for a quantised model
             _dequantise(adapted.unload())
             model.tie_weights()  # unload() has replaced layers of modules_to_save by copies
             config.init_lora_weights = True  # "olora" has changed the weights already, and must not do it again
-            adapted = _adapted(model, config, label)
+            with warnings.catch_warnings():
+                warnings.filterwarnings(
+                    "ignore", "fan_in_fan_out is set to"
+                )  # peft chooses it by the class of each layer
+                adapted = _adapted(model, config, label)
         outside = _fill(reader, record, adapted)
         _untie(adapted)
         adapted.merge_and_unload().to(getattr(torch, record["dtype"])).save_pretrained(staging)
@@ -140,25 +146,37 @@ def _compare(reader: Reader, record: Any, adapted: Any) -> None:
     compare_frozen(reader, module, Single())
 
 
-def _dequantise(model: Any) -> None:
-    """Replace quantised layers of `model` by plain layers, and remove the quantisation from its configuration."""
-    for name, weight in quantised_weights(model).items():
-        path, _, _ = name.rpartition(".")
-        parent, _, attribute = path.rpartition(".")
-        old = model.get_submodule(path)
-        values = dequantised(weight).float()
-        plain: torch.nn.Module
-        if isinstance(old, torch.nn.Embedding):
-            plain = torch.nn.Embedding.from_pretrained(values, padding_idx=old.padding_idx)  # type: ignore[no-untyped-call]
-        else:
-            plain = torch.nn.Linear(values.shape[1], values.shape[0], device="meta")
-            plain.weight, plain.bias = torch.nn.Parameter(values, requires_grad=False), old.bias
-        setattr(model.get_submodule(parent), attribute, plain)
+def _forget_quantisation(model: Any) -> None:
+    """Remove what transformers noted about the quantisation from `model` and its configuration."""
     for holder, attribute in ((model.config, "quantization_config"), (model, "hf_quantizer")):
         if hasattr(holder, attribute):
             delattr(holder, attribute)
     for attribute in ("is_quantized", "is_loaded_in_4bit", "is_loaded_in_8bit", "quantization_method"):
         vars(model).pop(attribute, None)
+
+
+def _dequantise(model: Any) -> None:
+    """Replace quantised layers of `model` by plain layers."""
+    for name, weight in quantised_weights(model).items():
+        path, _, _ = name.rpartition(".")
+        parent, _, attribute = path.rpartition(".")
+        old = model.get_submodule(path)
+        values = dequantised(weight).float()
+        setattr(model.get_submodule(parent), attribute, _plain_layer(old, values))
+
+
+def _plain_layer(old: Any, values: torch.Tensor) -> torch.nn.Module:
+    """The layer that the quantised layer `old` was made from, with the weight `values`."""
+    from transformers.pytorch_utils import Conv1D
+
+    if isinstance(old, torch.nn.Embedding):
+        return torch.nn.Embedding.from_pretrained(values, padding_idx=old.padding_idx)  # type: ignore[no-untyped-call,no-any-return]
+    outputs, inputs = values.shape
+    plain: Any = torch.nn.Linear(inputs, outputs, device="meta")
+    if getattr(old, "source_cls", None) is Conv1D:  # whose weight transformers transposed before it quantised it
+        plain, values = Conv1D(outputs, inputs), values.T.contiguous()  # type: ignore[no-untyped-call]
+    plain.weight, plain.bias = torch.nn.Parameter(values, requires_grad=False), old.bias
+    return plain  # type: ignore[no-any-return]
 
 
 def _fill(reader: Reader, record: Any, adapted: Any) -> list[str]:
