@@ -34,7 +34,7 @@ class LayerSummary:
     its layers."""
     trainable: int
     output: str = ""
-    """The shape of the first output of the layer; empty if it was not called or did not return a tensor."""
+    """The shape of the layer's first output in training; empty if it was not called or did not return a tensor."""
     forward_flops: int = 0
     """The FLOPs of all calls of the layer in this rank's first micro-batch."""
 
@@ -75,9 +75,22 @@ class ModelSummary(Callback):
                 self.layers.append(row)
                 if isinstance(layer, torch.jit.ScriptModule):  # takes no hooks
                     continue
-                before, after = _watchers(row, self._counter)
+                before, after = self._watchers(row, self._counter)
                 self._watching.callback(layer.register_forward_pre_hook(before).remove)
                 self._watching.callback(layer.register_forward_hook(after).remove)
+
+    def _watchers(self, row: LayerSummary, counter: FlopCounterMode) -> tuple[Callable[..., None], Callable[..., None]]:
+        """The functions that run before and after a layer's forward, to fill its row."""
+
+        def before(layer: torch.nn.Module, arguments: object) -> None:
+            row.forward_flops -= counter.get_total_flops()
+
+        def after(layer: torch.nn.Module, arguments: object, output: object) -> None:
+            row.forward_flops += counter.get_total_flops()
+            if self._samples is not None:  # not in a validation before the first update
+                row.output = row.output or _shape(output)
+
+        return before, after
 
     @hookimpl(wrapper=True)
     def train_step(self, trainer: Trainer) -> Generator[None, Any, Any]:
@@ -126,19 +139,6 @@ class ModelSummary(Callback):
 def _describe(name: str, layer: torch.nn.Module, numbers: Mapping[torch.nn.Parameter, int]) -> LayerSummary:
     trained = sum(numbers[p] for p in layer.parameters() if p.requires_grad)
     return LayerSummary(name, type(layer).__name__, sum(numbers[p] for p in layer.parameters()), trained)
-
-
-def _watchers(row: LayerSummary, counter: FlopCounterMode) -> tuple[Callable[..., None], Callable[..., None]]:
-    """The functions that run before and after a layer's forward, to fill its row."""
-
-    def before(layer: torch.nn.Module, arguments: object) -> None:
-        row.forward_flops -= counter.get_total_flops()
-
-    def after(layer: torch.nn.Module, arguments: object, output: object) -> None:
-        row.forward_flops += counter.get_total_flops()
-        row.output = row.output or _shape(output)
-
-    return before, after
 
 
 def _shape(output: object) -> str:

@@ -69,6 +69,19 @@ def expected(ranks: int) -> dict[str, tuple[int, int, str, int]]:
     return EXPECTED | {"all": (0, 0, "", FLOPS), "step": (0, 0, "", FLOPS * 2 * ranks)}
 
 
+class Validated(Net):
+    def validation_step(self, batch: Any) -> dict[str, torch.Tensor]:
+        return {"loss": self.training_step(batch)}
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_the_summary_shows_shapes_of_training_and_not_of_a_validation_before_it(first: bool) -> None:
+    callback = ModelSummary(depth=2)
+    trainer = Trainer(max_steps=2, validate_every=1, validate_first=first, progress=False, plugins=[callback])
+    trainer.fit(Validated(), rows(), torch.utils.data.DataLoader(rows(), 2), batch_size=ROWS)
+    assert {row.name: row.output for row in callback.layers} == {name: each[2] for name, each in EXPECTED.items()}
+
+
 def test_the_summary_counts_parameters_shapes_and_flops_and_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert summary("single") == expected(1)
     printed = capsys.readouterr().out
