@@ -6,6 +6,7 @@ import math
 from typing import TYPE_CHECKING
 
 from fabricate.callbacks.kept_state import kept_buffers
+from fabricate.callbacks.stochastic_weight_averaging import StochasticWeightAveraging
 from fabricate.errors import ConfigurationError
 from fabricate.hooks import Callback, hookimpl
 
@@ -86,6 +87,10 @@ class LearningRateFinder(Callback):
                 f"LearningRateFinder: the module has several optimizers ({', '.join(trainer.optimizers)}), and a range test "
                 "needs exactly one. Return one optimizer from configure_optimizers for the range test"
             )
+        if any(isinstance(plugin, StochasticWeightAveraging) for plugin in trainer.settings.plugins):
+            raise ConfigurationError(
+                "LearningRateFinder: StochasticWeightAveraging sets learning rates of its own. Leave it out for the range test"
+            )
         updates = _updates(trainer)
         if updates is not None and updates < self.num_training_steps and not trainer.settings.fast_dev_run:
             raise ConfigurationError(
@@ -135,9 +140,11 @@ class LearningRateFinder(Callback):
         else:
             self._set(trainer, step)
 
+    @hookimpl(trylast=True)  # so that no other plugin puts weights of the test into the module afterwards
     def on_fit_end(self, trainer: Trainer) -> None:
         self._restore(trainer.strategy)
 
+    @hookimpl(trylast=True)
     def on_teardown(self) -> None:
         self._restore(None)
 

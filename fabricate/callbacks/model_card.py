@@ -6,6 +6,7 @@ Owns the text and the metadata of a model card. Must not know: how the card is u
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,14 +34,11 @@ _SETTINGS = (
     *("learning_rate", "clipping", "seed", "deterministic", "compile"),
 )
 """The settings of plan.json that the table shows, in this order. Paths are left out."""
-
-
 _GOES_ON = (
     "These are the current weights of a training run that goes on. The table shows its last validation; if the run averages its weights "
     "(EMA), that is a validation of the average, which the run pushes when it ends."
 )
-
-
+_EARLIER = "These are the weights of step {step}. The table shows the last validation before it."
 _NOT_MEASURED = (
     "The last fit of the run did not write these weights, so their validation is not known: an earlier fit wrote them, or they were "
     "exported from a checkpoint."
@@ -67,10 +65,13 @@ def write_card(
     settings = {name: each["value"] for name, each in _plan(run_dir)["settings"].items()}
     events = [event for event in _lines(run_dir / "events.jsonl") if event["event"] in ("started", "exported")]
     started: dict[str, Any] = next((event for event in reversed(events) if event["event"] == "started"), {})
-    is_exported = bool(events) and events[-1]["event"] == "exported"
-    measured, state = None, "" if is_exported else _NOT_MEASURED if ended else _GOES_ON
-    if is_exported or not ended:
-        measured = _measured(run_dir, is_exported and events[-1]["best"], started)
+    measured, state = None, _NOT_MEASURED if ended else _GOES_ON
+    if events and events[-1]["event"] == "exported":
+        step = events[-1]["of_step"]
+        measured = _measured(run_dir, step)
+        state = _EARLIER.format(step=step) if measured and measured["step"] < step else ""
+    elif not ended:
+        measured = _measured(run_dir, math.inf)
     file, name = folder / "README.md", repo.rpartition("/")[2]
     data = _metadata(folder, name, settings, measured, datasets)
     text = "\n".join([_BEGIN, *_body(folder, repo, settings, started, measured), *(["", state] if state else []), _END])
@@ -117,15 +118,11 @@ def _lines(file: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in file.read_text(encoding="utf-8").split("\n")[:-1]]
 
 
-def _measured(run_dir: Path, best: bool, started: dict[str, Any]) -> dict[str, Any] | None:
-    """The line of the validation of the weights of the last fit, or of its `best` weights (`load_best`); None if there is none."""
-    lines = [line for line in _lines(run_dir / "metrics.jsonl") if line["stage"] == "validate"]
-    if best:
-        keep = started["keep"]
-        sign = 1 if keep["mode"] == "min" else -1
-        scored = [line for line in lines if isinstance(line["metrics"].get(keep["metric"]), int | float)]
-        return min(scored, key=lambda line: sign * line["metrics"][keep["metric"]], default=None)
-    return lines[-1] if lines else None
+def _measured(run_dir: Path, step: float) -> dict[str, Any] | None:
+    """The line of the last validation up to update `step`; None if there is none."""
+    lines = _lines(run_dir / "metrics.jsonl")
+    validated = [line for line in lines if line["stage"] == "validate" and line["step"] <= step]
+    return validated[-1] if validated else None
 
 
 def _configuration(folder: Path, name: str) -> dict[str, Any]:

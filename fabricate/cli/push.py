@@ -39,9 +39,9 @@ def push(
 ) -> None:
     """Push RUN_DIR/model/ to the model repository REPO ("user/name") of the Hugging Face Hub, with a model card.
 
-    The card, RUN_DIR/model/README.md, is made from the plan, the data, the versions, and the validation of these weights, if the last fit
-    wrote them. A README.md that is there keeps its text. What REPO has already is not sent again, so a push that failed goes on where it
-    was. Log in with `hf auth login`, or set HF_TOKEN; HF_ENDPOINT names another hub.
+    The card, RUN_DIR/model/README.md, is made from the plan, the data, the versions, and the last validation up to these weights, if the
+    last fit wrote them. A README.md that is there keeps its text. What REPO has already is not sent again, so a push that failed goes on
+    where it was. Log in with `hf auth login`, or set HF_TOKEN; HF_ENDPOINT names another hub.
 
     \b
     Examples:

@@ -14,6 +14,7 @@ from fabricate.module import overrides, refusing_logs
 from fabricate.training.evaluations.evaluation import validate
 from fabricate.training.reports.log_lines import log_rest
 from fabricate.training.saves import choosing, resuming, saving
+from fabricate.training.saves.saved_state import sums_of_weights
 from fabricate.training.state.run_state import Run
 from fabricate.training.updates.optimizer_modes import eval_mode
 
@@ -46,10 +47,11 @@ def _finish(run: Run, reason: str) -> None:
         )
     else:
         log_rest(run)
-        if run.settings.load_best:
-            _load_best(run)
+        if run.settings.load_best or run.calls.on_complete is not None:
+            run.checkpoints.trained = sums_of_weights(run)
+        step = _load_best(run) if run.settings.load_best else run.progress.step
         _complete(run)
-        _export(run)
+        _export(run, step)
     if run.calls.on_fit_end is not None:
         run.calls.on_fit_end(run.trainer, run.module)
     run.journal.event("ended", reason=reason)
@@ -69,8 +71,8 @@ def _complete(run: Run) -> None:
             validate(run, progress.epoch - (progress.position == 0 and progress.epoch > 0))
 
 
-def _load_best(run: Run) -> None:
-    """Load the weights of the best checkpoint into the module; RUN_DIR/model/ gets them too. All ranks."""
+def _load_best(run: Run) -> int:
+    """Load the weights of the best checkpoint into the module; RUN_DIR/model/ gets them too. Returns their step. All ranks."""
     best = choosing.best(run)
     if best is None:
         metric = run.settings.keep["metric"]
@@ -84,19 +86,20 @@ def _load_best(run: Run) -> None:
             "name one in keep={'best': 1, 'metric': ...}"
         )
     path, score = best
-    resuming.load_weights_only(run, path)
+    step: int = resuming.load_weights_only(run, path)["step"]
     run.module.print(
         f"the weights are those of {path} ({run.settings.keep['metric']} {score:g}); the metrics of the result are those of the last update"
     )
+    return step
 
 
-def _export(run: Run) -> None:
-    """Write RUN_DIR/model/. All ranks."""
+def _export(run: Run, step: int) -> None:
+    """Write RUN_DIR/model/ with the weights of update `step`. All ranks."""
     if run.run_dir is None:
         return
     final = run.run_dir / "model"
     write_model(run, final)
-    run.journal.event("exported", best=run.settings.load_best)
+    run.journal.event("exported", best=run.settings.load_best, of_step=step)
     if run.calls.on_export is not None:
         run.calls.on_export(run.trainer, run.module, final)
 

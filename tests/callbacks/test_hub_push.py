@@ -335,6 +335,32 @@ def test_a_card_has_the_validation_of_the_weights_in_model_or_none(
     assert "## Validation" not in _card(tmp_path)
 
 
+class BestAtEight(Net):
+    """Its loss is smallest before the first update, which no checkpoint has, then at update 8."""
+
+    def validation_step(self, batch: torch.Tensor) -> dict[str, torch.Tensor]:
+        assert self.trainer is not None
+        return {"loss": torch.tensor(1.0 + abs(self.trainer.step - 8) if self.trainer.step else 0.0)}
+
+
+def test_the_card_of_the_best_weights_has_their_validation_and_not_the_one_before_training(tmp_path: Path) -> None:
+    keep: Any = {"last": 1, "best": 1, "metric": "val_loss"}
+    trainer = Trainer(max_epochs=3, run_dir=tmp_path, load_best=True, keep=keep, validate_first=True, progress=False)
+    result = trainer.fit(BestAtEight(), ROWS, ROWS, batch_size=4)
+    assert result.best_checkpoint == tmp_path / "checkpoints" / "step-00000008"
+    assert "## Validation, step 8\n\n| metric | value |\n|---|---|\n| val_loss | 1 |" in _card(tmp_path)
+    assert "These are the weights of step" not in _card(tmp_path)
+    (exported,) = events(tmp_path, "exported")
+    assert (exported["best"], exported["step"], exported["of_step"]) == (True, 12, 8)
+
+
+def test_the_card_says_that_the_last_validation_was_of_earlier_weights(tmp_path: Path) -> None:
+    Trainer(max_steps=7, validate_every=4, run_dir=tmp_path, progress=False).fit(Net(), ROWS, ROWS, batch_size=4)
+    card = _card(tmp_path)
+    assert "## Validation, step 4\n" in card
+    assert "These are the weights of step 7. The table shows the last validation before it." in card
+
+
 def test_a_fit_that_is_refused_leaves_the_plan_of_the_run(tmp_path: Path) -> None:
     def fit(batch_size: int) -> None:
         trainer = Trainer(max_epochs=2, run_dir=tmp_path, seed=1, progress=False)

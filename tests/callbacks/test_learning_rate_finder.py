@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from fabricate import ConfigurationError, LearningRateFinder, Trainer, TrainModule
+from fabricate import ConfigurationError, LearningRateFinder, StochasticWeightAveraging, Trainer, TrainModule
 from fabricate.testing import run_ranks
 
 STEPS = 20
@@ -147,6 +147,12 @@ def test_what_cannot_be_a_range_is_refused(tmp_path: Path) -> None:
         Trainer(max_steps=2, run_dir=tmp_path, plugins=[LearningRateFinder()], progress=False).fit(
             Net(), rows(), batch_size=8
         )
+
+
+def test_averaging_with_rates_of_its_own_is_refused() -> None:
+    plugins = [LearningRateFinder(num_training_steps=20), StochasticWeightAveraging(0.5)]
+    with pytest.raises(ConfigurationError, match="StochasticWeightAveraging sets learning rates of its own"):
+        Trainer(max_steps=20, plugins=plugins, progress=False).fit(Net(), rows(), batch_size=8)
 
 
 def test_a_fit_that_is_too_short_or_goes_on_from_a_checkpoint_is_refused(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from fabricate import Callback, CheckpointError, FabricateError, Trainer, TrainModule
+from fabricate import Callback, CheckpointError, FabricateError, StochasticWeightAveraging, Trainer, TrainModule
 from fabricate.checkpoint.format.directory import Reader
 from fabricate.checkpoint.format.files import Files
 from tests.support.regression import ROWS, Quantising, Regression
@@ -105,6 +105,60 @@ def test_a_checkpoint_that_a_hook_saves_is_resumed_wherever_it_was_taken(tmp_pat
         assert weights(run_dir) == weights(tmp_path / "straight")
         later = [line for line in metrics(tmp_path / "straight") if line["step"] > 3]
         assert [line for line in metrics(run_dir) if line["step"] > 3] == later
+
+
+class SavesAtTheEnd(Regression):
+    def validation_step(self, batch: Any) -> dict[str, torch.Tensor]:
+        assert self.trainer is not None
+        return {"loss": torch.tensor(abs(self.trainer.epoch - 1.0))}  # best after the second epoch
+
+    def on_fit_end(self) -> None:
+        assert self.trainer is not None
+        assert self.trainer.run_dir is not None
+        self.trainer.save(self.trainer.run_dir / "mine")
+
+
+def saving_at_the_end(run_dir: Path, *plugins: Any, **options: Any) -> SavesAtTheEnd:
+    module = SavesAtTheEnd()
+    trainer = Trainer(max_epochs=4, run_dir=run_dir, seed=0, progress=False, plugins=plugins, **options)
+    trainer.fit(module, ROWS, ROWS, batch_size=8)
+    return module
+
+
+@pytest.mark.parametrize("average", [False, True])
+def test_a_checkpoint_of_weights_that_training_did_not_end_with_is_not_resumed(
+    average: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if average:
+        module = saving_at_the_end(tmp_path, StochasticWeightAveraging(0.1, swa_epoch_start=2))
+    else:
+        best: Any = {"last": 1, "best": 1, "metric": "val_loss"}
+        module = saving_at_the_end(tmp_path, load_best=True, keep=best)
+    note = capsys.readouterr().err
+    assert (
+        f"{tmp_path / 'mine'} holds the weights that the module has now. They are not those of the last update" in note
+    )
+    assert "The state after the last update is in" in note
+    loaded = SavesAtTheEnd.load_from_checkpoint(tmp_path / "mine")
+    assert all(torch.equal(value, module.state_dict()[name]) for name, value in loaded.state_dict().items())
+    with pytest.raises(CheckpointError, match="mine holds weights only"):
+        Trainer(max_epochs=5, progress=False).fit(SavesAtTheEnd(), ROWS, batch_size=8, resume=tmp_path / "mine")
+
+
+def test_a_checkpoint_of_the_last_update_that_is_also_the_best_is_resumed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class BestAtTheEnd(SavesAtTheEnd):
+        def validation_step(self, batch: Any) -> dict[str, torch.Tensor]:
+            assert self.trainer is not None
+            return {"loss": torch.tensor(-float(self.trainer.epoch))}
+
+    best: Any = {"last": 1, "best": 1, "metric": "val_loss"}
+    trainer = Trainer(max_epochs=2, run_dir=tmp_path, seed=0, progress=False, load_best=True, keep=best)
+    trainer.fit(BestAtTheEnd(), ROWS, ROWS, batch_size=8)
+    assert "holds the weights that the module has now" not in capsys.readouterr().err
+    more = Trainer(max_epochs=3, run_dir=tmp_path / "more", seed=0, progress=False)
+    assert more.fit(BestAtTheEnd(), ROWS, batch_size=8, resume=tmp_path / "mine").epochs == 3
 
 
 def test_a_run_that_goes_on_in_another_precision_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

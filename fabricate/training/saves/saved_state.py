@@ -48,13 +48,13 @@ from fabricate.training.state.run_state import Run
 from fabricate.training.updates import freezing
 
 
-def assemble(run: Run, buffers: dict[str, torch.Tensor]) -> Content:
-    """The state of `run` between two updates; `buffers` are from `own_buffers`. All ranks, no collectives, because a listener may fail on
-    one of them."""
+def assemble(run: Run, buffers: dict[str, torch.Tensor], *, replaced: bool = False) -> Content:
+    """The state of `run` between two updates; `buffers` are from `own_buffers`. `replaced`: the module holds other weights than those of
+    the last update, so only weights are saved, without metrics. All ranks, no collectives, because a listener may fail on one of them."""
     _check_frozen(run)
     saver = Saver(run.engine.strategy, run.engine.rank, run.engine.world_size)
     aliases = saver.model(run.module, without=run.checkpoints.frozen_digests)
-    if run.settings.save_weights_only:
+    if run.settings.save_weights_only or replaced:
         shared, own = {"module": _module_state(run, saver), "weights_only": True} | _beside_weights(run, saver), {}
     else:
         shared, own = _shared_state(run, saver), _own_state(run, saver, buffers)
@@ -66,9 +66,16 @@ def assemble(run: Run, buffers: dict[str, torch.Tensor]) -> Content:
         "topology": run.engine.topology(),
         "versions": versions(),
         "progress": run.progress.state(),
-        "metrics": {n: v for n, v in run.journal.current().items() if math.isfinite(v)},
+        "metrics": {} if replaced else {n: v for n, v in run.journal.current().items() if math.isfinite(v)},
     }
     return Content(saver.chunks, shared, own, saver.tensors, manifest, saver.exchanged)
+
+
+def sums_of_weights(run: Run) -> list[int]:
+    """For each weight, the sum of the bits of this rank's part. Without quantised weights, which nothing replaces during a fit."""
+    quantised, local_part = quantised_weights(run.module), run.engine.strategy.local_part
+    weights = (p for name, p in run.module.named_parameters() if name not in quantised and not p.is_meta)
+    return [int(bits(local_part(weight).memory).sum(dtype=torch.int64)) for weight in weights]
 
 
 def leave_out_frozen_weights(run: Run) -> None:

@@ -23,7 +23,7 @@ from fabricate.errors import CheckpointError, PluginError
 from fabricate.hooks import PROJECT
 from fabricate.training.reports.log_lines import write_line
 from fabricate.training.saves.replicas import compare, note_states_apart
-from fabricate.training.saves.saved_state import assemble, own_buffers
+from fabricate.training.saves.saved_state import assemble, own_buffers, sums_of_weights
 from fabricate.training.saves.unsaved import note_changed
 from fabricate.training.state.run_state import Run
 from fabricate.training.updates.optimizer_modes import meant_weights
@@ -151,7 +151,21 @@ def write_now(run: Run, path: Path) -> None:
     check_weights(run)
     compare(run)
     with meant_weights(run):
-        _write(run, _assemble(run, path), path, _logs(run))
+        replaced = _replaced(run)
+        _write(run, _assemble(run, path, replaced=replaced), path, _logs(run))
+    if replaced:
+        newest = run.checkpoints.newest
+        where = f". The state after the last update is in {newest}" if newest else ""
+        run.journal.note(
+            f"{path} holds the weights that the module has now. They are not those of the last update (load_best, or an average), so it "
+            f"holds nothing else, and a fit cannot resume from it{where}"
+        )
+
+
+def _replaced(run: Run) -> bool:
+    """Whether the fit has ended and the module holds other weights than after the last update. All ranks."""
+    trained = run.checkpoints.trained
+    return trained is not None and any(run.engine.agree([int(sums_of_weights(run) != trained)]))
 
 
 def write_last_update(run: Run, path: Path) -> None:
@@ -223,14 +237,14 @@ def drain(run: Run) -> None:
             run.journal.event("save_failed", step=run.checkpoints.background.step, path=name, reason=str(failure))
 
 
-def _assemble(run: Run, path: Path) -> Content:
+def _assemble(run: Run, path: Path, *, replaced: bool = False) -> Content:
     write_line(run)
     run.journal.tokens.read()  # a save waits for the device in any case
     run.journal.clock.tick()
     buffers = own_buffers(run)
     content, failure = None, None
     try:
-        content = assemble(run, buffers)
+        content = assemble(run, buffers, replaced=replaced)
     except Exception as exc:
         failure = exc
     committing.agree(run.engine, path, failure)

@@ -121,6 +121,9 @@ class Checkpoints:
     """Digests of the buffers and frozen weights as the script set them; see `checkpoint.state.constants`."""
     restored: bool = False
     """Whether the run continues from a checkpoint."""
+    trained: list[int] | None = None
+    """For each weight, the sum of the bits of this rank's part after the last update, recorded before `load_best` or a listener of
+    `on_complete` may put other weights into the module."""
 
 
 @dataclass(slots=True)

@@ -83,6 +83,7 @@ class EMA(Callback):
         self._complete = True
         self._show(module, average=True)
 
+    @hookimpl(tryfirst=True)  # the hooks of the module and of other plugins then find the trained weights
     def on_fit_end(self, module: TrainModule) -> None:
         self._show(module, average=False)
 

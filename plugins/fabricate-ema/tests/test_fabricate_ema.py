@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch.nn.functional import linear, mse_loss
 
-from fabricate import Trainer, TrainModule
+from fabricate import LearningRateFinder, Trainer, TrainModule
 from fabricate.testing import check_plugin
 
 
@@ -62,3 +63,35 @@ def test_a_layer_that_computes_its_weight_in_eval_mode_takes_the_average() -> No
     trainer = Trainer(max_epochs=3, seed=0, sanity_batches=0, progress=False, plugins=["ema:decay=0.9"])
     trainer.fit(module, x, x, batch_size=8)
     assert module.losses[-1] == pytest.approx(mse_loss(linear(x, 2 * module.average), 3 * x).item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("finder_first", [True, False])
+def test_a_range_test_leaves_the_weights_of_before_in_any_order_of_plugins(finder_first: bool) -> None:
+    module, x = Model(), torch.randn(64, 4, generator=torch.Generator().manual_seed(1))
+    plugins: list[Any] = [LearningRateFinder(num_training_steps=8), "ema:decay=0.9"]
+    Trainer(max_steps=8, progress=False, plugins=plugins if finder_first else plugins[::-1]).fit(
+        module, x, batch_size=8
+    )
+    assert torch.equal(module.layer.weight, torch.eye(4))
+
+
+class SavesAtTheEnd(Model):
+    def on_fit_end(self) -> None:
+        assert self.trainer is not None
+        assert self.trainer.run_dir is not None
+        self.trainer.save(self.trainer.run_dir / f"end-{self.trainer.step}")
+
+
+def test_a_checkpoint_that_the_module_saves_at_the_end_holds_the_trained_weights_and_is_resumed(tmp_path: Path) -> None:
+    x = torch.randn(64, 4, generator=torch.Generator().manual_seed(1))
+
+    def fit(name: str, steps: int, **options: Any) -> torch.Tensor:
+        module = SavesAtTheEnd()
+        trainer = Trainer(max_steps=steps, run_dir=tmp_path / name, seed=0, progress=False, plugins=["ema:decay=0.9"])
+        trainer.fit(module, x, x, batch_size=8, **options)
+        return module.layer.weight.detach()
+
+    trained = fit("first", 12)
+    end = tmp_path / "first" / "end-12"
+    assert torch.equal(SavesAtTheEnd.load_from_checkpoint(end).layer.weight, trained)
+    assert torch.equal(fit("resumed", 20, resume=end), fit("straight", 20))
