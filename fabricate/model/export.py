@@ -55,11 +55,12 @@ def export_model(module: torch.nn.Module, strategy: Strategy, path: Path, *, mai
 def _export_tensors(module: torch.nn.Module, strategy: Strategy, path: Path | None) -> None:
     """Write model.safetensors. `path` is None on the ranks that do not write."""
     tensors = export_tensors(module, strategy)
-    if path is None:
-        for _, tensor in tensors:  # the same order as on the writing rank, one whole tensor at a time
-            _wait(strategy.gather(tensor))
-        return
     chunks = [whole_chunk(name, tensor, strategy) for name, tensor in tensors]
+    if path is None:
+        for (_, tensor), chunk in zip(tensors, chunks, strict=True):
+            if chunk.count:  # as on the writing rank, in the same order, one whole tensor at a time
+                _wait(strategy.gather(tensor))
+        return
     format.write_plain_safetensors(path / "model.safetensors", chunks, metadata={"format": "pt"})
 
 

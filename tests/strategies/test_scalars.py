@@ -1,4 +1,4 @@
-"""Parameters without a dimension, such as CLIP's `logit_scale`, complex ones, as of a Fourier layer, and sparse buffers."""
+"""Parameters without a dimension, such as CLIP's `logit_scale`, empty ones, complex ones, as of a Fourier layer, and sparse buffers."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ class Scaled(TrainModule):
         self.blocks = torch.nn.ModuleList([torch.nn.Linear(6, 6), torch.nn.Linear(6, 6)])
         self.scale = torch.nn.Parameter(torch.tensor(0.7))
         self.fixed = torch.nn.Parameter(torch.tensor(0.3), requires_grad=False)
+        self.empty = torch.nn.Parameter(torch.empty(0, 6), requires_grad=False)  # an export does not write its bytes
         self.norms: list[float] = []
 
     def training_step(self, batch: torch.Tensor) -> torch.Tensor:

@@ -147,6 +147,25 @@ def test_logging_where_nothing_records_it_is_an_error() -> None:
         module.log("seen", 1.0)
 
 
+def test_what_on_eval_end_logs_does_not_end_a_prediction(capsys: pytest.CaptureFixture[str]) -> None:
+    class Logs(Regression):
+        def predict_step(self, batch: Any) -> Any:
+            return batch[0]
+
+        def on_eval_end(self) -> None:
+            self.log("norm", next(self.parameters()).norm())
+
+    module, trainer = Logs(), Trainer(max_epochs=1, progress=False, print_plan="none")
+    assert "val_norm" in trainer.fit(module, ROWS, ROWS, batch_size=4).metrics
+    capsys.readouterr()
+    predictions = trainer.predict(module, ROWS, batch_size=4)
+    assert predictions is not None
+    assert len(predictions) == len(ROWS)
+    assert (
+        capsys.readouterr().err.count("what on_eval_end logged is not used, because a prediction has no metrics") == 1
+    )
+
+
 # ------------------------------------------------------------------------------------------------- names that the loop records
 
 

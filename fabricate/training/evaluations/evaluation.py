@@ -376,7 +376,10 @@ def predict(run: Run, sources: Mapping[str, Source]) -> list[Any] | dict[str, li
         run.now.data_set = ""
         _after_forwards(run, "predict")
         if calls.on_eval_end is not None:
-            calls.on_eval_end(trainer, module, "predict", {})
+            with refusing_logs(module, ""):  # written for validations; an error here would lose all predictions
+                calls.on_eval_end(trainer, module, "predict", {})
+            if module._logged:
+                run.journal.note("what on_eval_end logged is not used, because a prediction has no metrics")
     outputs = {name: rows.gather() for name, rows in predicted.items()}
     return outputs[""] if list(outputs) == [""] else None if engine.rank else outputs
 
