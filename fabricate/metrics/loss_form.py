@@ -393,9 +393,13 @@ def _is_over_a_part(node: Any, rows: int | None, counts: set[int]) -> bool:
 
 
 def _weights(node: Any) -> Any:
-    """The mask or weights by which `node` multiplies values, perhaps before a `where` that replaces nan; None if it does not."""
+    """The mask or weights by which `node` multiplies values, perhaps before a `where` that replaces nan, or before a division by a number
+    such as their mean; None if it does not."""
     if type(node).__name__ == "WhereBackward0":
         node = before_scaling(next(each for each, _ in node.next_functions if each is not None))
+    if type(node).__name__ == "DivBackward0" and node.next_functions[1][0] is None and not node._saved_other.ndim:
+        weights = _weights(node.next_functions[0][0])
+        return None if weights is None else weights / node._saved_other
     if type(node).__name__ != "MulBackward0":
         return None
     constant = [source is None for source, _ in node.next_functions]

@@ -230,6 +230,11 @@ def test_a_mean_over_values_times_a_normalised_mask_is_over_a_part() -> None:
         assert is_over_a_part((EACH * of_rows).mean(), rows=6)
         assert is_over_a_part((LOGITS.square() * of_rows[:, None]).mean(), rows=6)
         assert is_over_a_part(binary_cross_entropy_with_logits(EACH, (TARGET > 0).float(), weight=of_rows), rows=6)
+    assert is_over_a_part((EACH * WEIGHTS / WEIGHTS.mean()).mean(), rows=6)
+    assert is_over_a_part((WEIGHTS * EACH / WEIGHTS.mean().clamp(min=1e-8)).mean(), rows=6)
+    for temperature in (torch.tensor(0.07), torch.full((6,), 0.07)):
+        assert not is_over_a_part((EACH * WEIGHTS / temperature).mean(), rows=6)
+        assert not is_over_a_part((EACH / temperature).mean(), rows=6)
     assert not is_over_a_part((EACH * WEIGHTS).mean(), rows=6)
     assert not is_over_a_part(binary_cross_entropy_with_logits(EACH, (TARGET > 0).float(), weight=WEIGHTS), rows=6)
     assert not is_over_a_part(cross_entropy(LOGITS, TARGET.clamp(min=0), weight=CLASSES / CLASSES.mean()), rows=6)
