@@ -380,7 +380,7 @@ class Trainer:
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write a checkpoint to `path`, which must not exist yet: at the next update boundary, on all ranks (a call on one rank is
         enough). In `on_fit_start`, `on_saved` and `on_fit_end`, where no update is in progress, it writes immediately and all ranks
-        have to call it. In `on_fit_end`, if the module has other weights than after the last update (`load_best`, an average), the
+        have to call it. If the module then has other weights or buffers than after the last update (`load_best`, an average), the
         checkpoint holds only those, and a fit cannot resume from it; a note says so. In `on_exception` it immediately writes the
         state after the last complete update; the caller has to restore generators and buffers first, and every rank has to be in
         `on_exception`; see `SaveOnException`."""

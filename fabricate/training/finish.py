@@ -14,7 +14,7 @@ from fabricate.module import overrides, refusing_logs
 from fabricate.training.evaluations.evaluation import validate
 from fabricate.training.reports.log_lines import log_rest
 from fabricate.training.saves import choosing, resuming, saving
-from fabricate.training.saves.saved_state import sums_of_weights
+from fabricate.training.saves.saved_state import sums_of_bits
 from fabricate.training.state.run_state import Run
 from fabricate.training.updates.optimizer_modes import eval_mode
 
@@ -48,7 +48,7 @@ def _finish(run: Run, reason: str) -> None:
     else:
         log_rest(run)
         if run.settings.load_best or run.calls.on_complete is not None:
-            run.checkpoints.trained = sums_of_weights(run)
+            run.checkpoints.trained = sums_of_bits(run)
         step = _load_best(run) if run.settings.load_best else run.progress.step
         _complete(run)
         _export(run, step)

@@ -136,13 +136,32 @@ def test_a_checkpoint_of_weights_that_training_did_not_end_with_is_not_resumed(
         module = saving_at_the_end(tmp_path, load_best=True, keep=best)
     note = capsys.readouterr().err
     assert (
-        f"{tmp_path / 'mine'} holds the weights that the module has now. They are not those of the last update" in note
+        f"{tmp_path / 'mine'} holds the weights and buffers that the module has now. They are not those of the last update"
+        in note
     )
     assert "The state after the last update is in" in note
     loaded = SavesAtTheEnd.load_from_checkpoint(tmp_path / "mine")
     assert all(torch.equal(value, module.state_dict()[name]) for name, value in loaded.state_dict().items())
     with pytest.raises(CheckpointError, match="mine holds weights only"):
         Trainer(max_epochs=5, progress=False).fit(SavesAtTheEnd(), ROWS, batch_size=8, resume=tmp_path / "mine")
+
+
+def test_a_checkpoint_of_buffers_that_a_hook_changed_at_the_end_is_not_resumed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Recalibrates(SavesAtTheEnd):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("threshold", torch.zeros(()))
+
+        def on_complete(self) -> None:
+            self.threshold += 1
+
+    Trainer(max_epochs=1, run_dir=tmp_path, progress=False).fit(Recalibrates(), ROWS, batch_size=8)
+    assert "mine holds the weights and buffers that the module has now" in capsys.readouterr().err
+    assert float(Recalibrates.load_from_checkpoint(tmp_path / "mine").threshold) == 1
+    with pytest.raises(CheckpointError, match="mine holds weights only"):
+        Trainer(max_epochs=2, progress=False).fit(Recalibrates(), ROWS, batch_size=8, resume=tmp_path / "mine")
 
 
 def test_a_checkpoint_of_the_last_update_that_is_also_the_best_is_resumed(
@@ -156,7 +175,7 @@ def test_a_checkpoint_of_the_last_update_that_is_also_the_best_is_resumed(
     best: Any = {"last": 1, "best": 1, "metric": "val_loss"}
     trainer = Trainer(max_epochs=2, run_dir=tmp_path, seed=0, progress=False, load_best=True, keep=best)
     trainer.fit(BestAtTheEnd(), ROWS, ROWS, batch_size=8)
-    assert "holds the weights that the module has now" not in capsys.readouterr().err
+    assert "that the module has now" not in capsys.readouterr().err
     more = Trainer(max_epochs=3, run_dir=tmp_path / "more", seed=0, progress=False)
     assert more.fit(BestAtTheEnd(), ROWS, batch_size=8, resume=tmp_path / "mine").epochs == 3
 

@@ -71,11 +71,12 @@ def assemble(run: Run, buffers: dict[str, torch.Tensor], *, replaced: bool = Fal
     return Content(saver.chunks, shared, own, saver.tensors, manifest, saver.exchanged)
 
 
-def sums_of_weights(run: Run) -> list[int]:
-    """For each weight, the sum of the bits of this rank's part. Without quantised weights, which nothing replaces during a fit."""
+def sums_of_bits(run: Run) -> list[int]:
+    """For each weight and buffer, the sum of the bits of this rank's part. Without quantised weights, which nothing replaces in a fit."""
     quantised, local_part = quantised_weights(run.module), run.engine.strategy.local_part
-    weights = (p for name, p in run.module.named_parameters() if name not in quantised and not p.is_meta)
-    return [int(bits(local_part(weight).memory).sum(dtype=torch.int64)) for weight in weights]
+    parameters, buffers, _ = named_tensors(run.module)
+    held = (t for name, t in (*parameters.items(), *buffers.items()) if name not in quantised and not t.is_meta)
+    return [int(bits(local_part(tensor).memory).sum(dtype=torch.int64)) for tensor in held]
 
 
 def leave_out_frozen_weights(run: Run) -> None:

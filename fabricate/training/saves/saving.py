@@ -23,7 +23,7 @@ from fabricate.errors import CheckpointError, PluginError
 from fabricate.hooks import PROJECT
 from fabricate.training.reports.log_lines import write_line
 from fabricate.training.saves.replicas import compare, note_states_apart
-from fabricate.training.saves.saved_state import assemble, own_buffers, sums_of_weights
+from fabricate.training.saves.saved_state import assemble, own_buffers, sums_of_bits
 from fabricate.training.saves.unsaved import note_changed
 from fabricate.training.state.run_state import Run
 from fabricate.training.updates.optimizer_modes import meant_weights
@@ -157,15 +157,15 @@ def write_now(run: Run, path: Path) -> None:
         newest = run.checkpoints.newest
         where = f". The state after the last update is in {newest}" if newest else ""
         run.journal.note(
-            f"{path} holds the weights that the module has now. They are not those of the last update (load_best, or an average), so it "
-            f"holds nothing else, and a fit cannot resume from it{where}"
+            f"{path} holds the weights and buffers that the module has now. They are not those of the last update (load_best, an average, "
+            f"or a hook changed them), so it holds nothing else, and a fit cannot resume from it{where}"
         )
 
 
 def _replaced(run: Run) -> bool:
-    """Whether the fit has ended and the module holds other weights than after the last update. All ranks."""
+    """Whether the fit has ended and the module holds other weights or buffers than after the last update. All ranks."""
     trained = run.checkpoints.trained
-    return trained is not None and any(run.engine.agree([int(sums_of_weights(run) != trained)]))
+    return trained is not None and any(run.engine.agree([int(sums_of_bits(run) != trained)]))
 
 
 def write_last_update(run: Run, path: Path) -> None:

@@ -122,8 +122,8 @@ class Checkpoints:
     restored: bool = False
     """Whether the run continues from a checkpoint."""
     trained: list[int] | None = None
-    """For each weight, the sum of the bits of this rank's part after the last update, recorded before `load_best` or a listener of
-    `on_complete` may put other weights into the module."""
+    """For each weight and buffer, the sum of the bits of this rank's part after the last update, recorded before `load_best` or a listener
+    of `on_complete` may put others into the module."""
 
 
 @dataclass(slots=True)
