@@ -122,10 +122,21 @@ class Embedded(Callback):
         layer.register_forward_pre_hook(lambda _, inputs: self.inputs.append(inputs[0].detach().clone()))
 
 
-@pytest.mark.parametrize("packed", [False, True])
-def test_noise_has_the_size_of_the_row_that_it_is_added_to(packed: bool) -> None:
+def by_position(model: Any, batch: dict[str, Any]) -> Any:
+    return model(batch["input_ids"], batch["attention_mask"], labels=batch["labels"]).loss
+
+
+def inner_alone(model: Any, batch: dict[str, Any]) -> Any:
+    hidden = model.model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).last_hidden_state
+    return next_token_loss(model.lm_head(hidden), batch["labels"])
+
+
+@pytest.mark.parametrize(
+    ("packed", "step"), [(False, plain), (False, by_position), (False, inner_alone), (True, plain)]
+)
+def test_noise_has_the_size_of_the_row_that_it_is_added_to(packed: bool, step: Step) -> None:
     rows = pack(ROWS, 24) if packed else ROWS
-    batch, looks, module = Pad(0)(list(rows)), Embedded(), Tiny()
+    batch, looks, module = Pad(0)(list(rows)), Embedded(), Tiny(step)
     embedding = module.model.get_input_embeddings()
     before = embedding(batch["input_ids"]).detach()
     fit(module, 1, rows=rows, batch_size=len(rows), plugins=[looks, NEFTune(alpha=4)])
@@ -137,6 +148,52 @@ def test_noise_has_the_size_of_the_row_that_it_is_added_to(packed: bool) -> None
     assert not embedding._forward_hooks
     if packed:
         assert packed_lengths(torch.tensor([[0, 1, 2, 0, 0, 1]])).tolist() == [[3, 3, 3, 1, 2, 2]]
+
+
+def test_noise_of_a_decoder_has_the_size_of_its_own_rows() -> None:
+    config = transformers.T5Config(
+        vocab_size=50,
+        d_model=16,
+        d_kv=8,
+        d_ff=16,
+        num_layers=1,
+        num_heads=2,
+        dropout_rate=0.0,
+        decoder_start_token_id=0,
+    )
+
+    class Translates(TrainModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = transformers.T5ForConditionalGeneration(config)
+            self.noise: dict[int, torch.Tensor] = {}
+
+        def training_step(self, batch: dict[str, Any]) -> Any:
+            return self.model(**batch).loss
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), lr=0.5)
+
+    class Looks(Callback):
+        def on_fit_start(self, module: Any) -> None:
+            for stack in (module.model.encoder, module.model.decoder):
+                stack.embed_tokens.register_forward_hook(self.compare)
+
+        def compare(self, shared: Any, inputs: tuple[torch.Tensor], embedded: torch.Tensor) -> None:
+            clean = torch.nn.functional.embedding(inputs[0], shared.weight)
+            module.noise[inputs[0].shape[1]] = (embedded - clean).detach().abs().amax((1, 2))
+
+    ids, mask = torch.full((2, 40), 3), torch.arange(40).expand(2, 40) < torch.tensor([[40], [10]])
+    batch = {"input_ids": ids, "attention_mask": mask.long(), "labels": torch.full((2, 5), 7)}
+    module, plugins = Translates(), [NEFTune(alpha=4), Looks()]
+    options: dict[str, Any] = {"seed": 1, "progress": False, "print_plan": "none"}
+    Trainer(max_steps=1, plugins=plugins, **options).fit(module, [batch])
+    bounds = {40: torch.tensor([40.0, 10.0]), 5: torch.tensor([5.0, 5.0])}  # the decoder gets no mask
+    for length, noise in module.noise.items():
+        bound = 4 / (bounds[length] * 16).sqrt()
+        assert (noise <= bound * 1.0001).all()
+        assert (noise > bound * 0.8).all(), "the largest of many"
+    assert module.noise.keys() == bounds.keys()
 
 
 def test_noise_is_added_in_training_only_and_resumes_bit_for_bit(tmp_path: Path) -> None:

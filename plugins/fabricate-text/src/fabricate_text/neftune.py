@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import math
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,25 +32,38 @@ class NEFTune(Callback):
         self._lengths: Any = None
 
     def on_fit_start(self, module: Any) -> None:
+        from transformers import PreTrainedModel
+
         model = _model(module)
-        self._handles = [
-            model.register_forward_pre_hook(self._note_lengths, with_kwargs=True),
-            model.get_input_embeddings().register_forward_hook(self._add_noise),
-        ]
+        embedding = model.get_input_embeddings()
+        weight = getattr(embedding, "weight", None)
+        tied = [each for each in model.modules() if isinstance(each, torch.nn.Embedding) and each.weight is weight]
+        # T5 calls layers that share the weight of this one, and not this one itself.
+        self._handles = [each.register_forward_hook(self._add_noise) for each in dict.fromkeys([embedding, *tied])]
+        # The models inside too: a module may call one directly, and a decoder has a mask of its own.
+        for each in (child for child in model.modules() if isinstance(child, PreTrainedModel)):
+            names = list(inspect.signature(each.forward).parameters)
+            self._handles += [
+                each.register_forward_pre_hook(partial(self._note_lengths, names), with_kwargs=True),
+                each.register_forward_hook(self._forget_lengths),
+            ]
 
     def on_teardown(self) -> None:
         for handle in self._handles:
             handle.remove()
         self._handles = []
 
-    def _note_lengths(self, model: Any, positional: tuple[Any, ...], named: dict[str, Any]) -> None:
-        self._lengths = None
+    def _note_lengths(self, names: list[str], model: Any, positional: tuple[Any, ...], named: dict[str, Any]) -> None:
         if model.training:
-            mask, places = named.get("attention_mask"), named.get("position_ids")
+            arguments = dict(zip(names, positional, strict=False)) | named
+            mask, places = arguments.get("attention_mask"), arguments.get("position_ids")
             if mask is not None and mask.ndim == 2:
                 self._lengths = mask.sum(1, keepdim=True)
             elif places is not None:
                 self._lengths = packed_lengths(places)
+
+    def _forget_lengths(self, model: Any, positional: tuple[Any, ...], output: Any) -> None:
+        self._lengths = None
 
     def _add_noise(self, embedding: Any, positional: tuple[Any, ...], embedded: torch.Tensor) -> torch.Tensor | None:
         if not embedding.training:
