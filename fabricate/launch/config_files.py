@@ -31,6 +31,8 @@ _VARIABLES = {
     **accelerate_fsdp.VARIABLES,
     **accelerate_mesh.VARIABLES,
 }
+# Keys whose value false or 0 means something other than no value.
+_MAY_BE_ZERO = ("gpu_ids", "fsdp_config.fsdp_reshard_after_forward", "deepspeed_config.zero_stage")
 # Variables that are passed to the ranks unchanged; the others become the strategy and the precision.
 _PASSED_ON = (
     "ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
@@ -161,7 +163,7 @@ def _variables(where: str, kind: str, settings: Mapping[str, Any]) -> tuple[dict
 
 
 def _flat(content: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings that are not empty or off; those of a section are named "section.key"."""
+    """The settings that are not empty or off, and those for which 0 means something; those of a section are named "section.key"."""
     flat: dict[str, Any] = {}
     for key, value in content.items():
         flat |= (
@@ -170,8 +172,7 @@ def _flat(content: Mapping[str, Any]) -> dict[str, Any]:
     return {
         key: value
         for key, value in flat.items()
-        if key == "fsdp_config.fsdp_reshard_after_forward"
-        or (value and str(value).lower() not in ("no", "none", "false"))
+        if (key in _MAY_BE_ZERO and value is not None) or (value and str(value).lower() not in ("no", "none", "false"))
     }
 
 

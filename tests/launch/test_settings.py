@@ -156,6 +156,13 @@ def test_the_deepspeed_part_of_an_accelerate_file_is_read(tmp_path: Path) -> Non
     }
 
 
+def test_stage_0_and_gpu_0_of_an_accelerate_file_are_not_taken_for_no_value(tmp_path: Path) -> None:
+    content = "distributed_type: DEEPSPEED\ndeepspeed_config: {zero_stage: 0}"
+    assert read_config(_written(tmp_path, content)).strategy == "zero0"
+    content = "distributed_type: NO\ngpu_ids: 0"
+    assert read_config(_written(tmp_path, content)).variables == {"CUDA_VISIBLE_DEVICES": "0"}
+
+
 def test_multi_cpu_asks_for_the_cpu(tmp_path: Path) -> None:
     config = read_config(_written(tmp_path, "distributed_type: MULTI_CPU\nnum_processes: 2"))
     assert (config.strategy, config.num_processes, config.variables) == (None, 2, {"ACCELERATE_USE_CPU": "true"})
