@@ -71,10 +71,13 @@ class EMA(Callback):
         weights = [part.memory.to(average.dtype) for part, average in self._parts.values()]
         torch._foreach_lerp_(averages, weights, 1 - self.decay if step > self.start else 1.0)
 
-    # Around an exchange in an evaluation, `train` and `eval` are called: a layer that merges weights in eval mode then merges the new ones.
+    # The first and the last hook of an evaluation, so that all others find the average. Around the exchange, `train` and `eval` are called:
+    # a layer that merges weights in eval mode then merges the new ones.
+    @hookimpl(tryfirst=True)
     def on_eval_start(self, module: TrainModule) -> None:
         self._show(module.train(), average=True).eval()
 
+    @hookimpl(trylast=True)
     def on_eval_end(self, module: TrainModule) -> None:
         self._show(module.train(), average=self._complete).eval()
 

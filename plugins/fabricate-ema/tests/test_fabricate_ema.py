@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.nn.functional import linear, mse_loss
 
-from fabricate import LearningRateFinder, Trainer, TrainModule
+from fabricate import Callback, LearningRateFinder, Trainer, TrainModule
 from fabricate.testing import check_plugin
 
 
@@ -73,6 +73,30 @@ def test_a_range_test_leaves_the_weights_of_before_in_any_order_of_plugins(finde
         module, x, batch_size=8
     )
     assert torch.equal(module.layer.weight, torch.eye(4))
+
+
+class Sees(Callback):
+    """The weights that the hooks of an evaluation find."""
+
+    def __init__(self) -> None:
+        self.seen: list[torch.Tensor] = []
+
+    def on_eval_start(self, module: Any) -> None:
+        self.seen.append(module.layer.weight.detach().clone())
+
+    on_eval_end = on_eval_start
+
+
+@pytest.mark.parametrize("ema_first", [True, False])
+def test_hooks_of_an_evaluation_find_the_average_in_any_order_of_plugins(ema_first: bool) -> None:
+    module, sees, x = Model(), Sees(), torch.randn(64, 4, generator=torch.Generator().manual_seed(1))
+    plugins: list[Any] = ["ema:decay=0.9", sees] if ema_first else [sees, "ema:decay=0.9"]
+    trainer = Trainer(max_epochs=1, seed=0, sanity_batches=0, progress=False, plugins=plugins)
+    trainer.fit(module, x, x, batch_size=8)
+    assert len(sees.seen) == 2
+    for seen in sees.seen:
+        torch.testing.assert_close(seen, module.average)
+    assert not torch.equal(module.layer.weight, sees.seen[0])
 
 
 class SavesAtTheEnd(Model):
