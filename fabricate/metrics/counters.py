@@ -17,7 +17,8 @@ class Progress:
     step: applied updates. epoch: the pass in progress, from 0; at its end it counts completed passes. position: rows of the global order
     consumed in this pass; a batch that does not show its rows counts as one. micro_step: micro-batches of this rank in this pass. samples:
     rows consumed by all ranks since the beginning. tokens: the sum of the weights of all ranks; if weights are device tensors, it lags
-    behind by up to one log interval and one update. skipped: updates that were not applied. seconds: time in `fit`.
+    behind by up to one log interval and one update. skipped: updates that were not applied. seconds: time in `fit`. windows: parts of the
+    data that were used for an update, whether it was applied or skipped; optimizers in turns use the same one.
     """
 
     step: int = 0
@@ -28,18 +29,15 @@ class Progress:
     tokens: float = 0.0
     skipped: int = 0
     seconds: float = 0.0
-
-    @property
-    def windows(self) -> int:
-        """Updates that were applied or skipped: an epoch has the same number of them in either case."""
-        return self.step + self.skipped
+    windows: int = 0
 
     def state(self) -> dict[str, Any]:
         """The counters as a dictionary, for a checkpoint."""
         return asdict(self)
 
     def load(self, state: dict[str, Any]) -> None:
-        """Set the counters to what `state()` returned."""
+        """Set the counters to what `state()` returned, in an earlier version possibly without `windows`."""
+        state = {"windows": state["step"] + state["skipped"], **state}
         for name in asdict(self):
             setattr(self, name, type(getattr(self, name))(state[name]))
 

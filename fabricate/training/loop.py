@@ -201,10 +201,11 @@ def account(state: LoopState, window: Window, losses: WindowLosses, result: Upda
     if window.last_turn:  # otherwise another optimizer makes its update on the same rows
         progress.position = window.end
         progress.samples += window.rows
+        progress.windows += 1
         run.journal.tokens.add(losses.total)
     if not result.applied:
         run.module._logged.clear()
-        state.skipped()
+        state.skipped(window.last_turn)
     elif window.last_turn:
         state.skipped_in_a_row = 0
         if run.calls.on_step is not None:
@@ -288,10 +289,10 @@ class LoopState:
         assert norm is not None
         return math.isfinite(float(norm)) and self._apply(optimizer, norm)
 
-    def skipped(self) -> None:
-        """Report an update that was not applied; raise an error after too many in a row."""
+    def skipped(self, last_turn: bool) -> None:
+        """Report an update that was not applied; raise an error after too many in a row. `last_turn`: see `Window`."""
         run, self.skipped_in_a_row = self.run, self.skipped_in_a_row + 1
-        run.journal.event("skipped", reason=self.skip_reason)
+        run.journal.event("skipped", reason=self.skip_reason, last_turn=last_turn)
         if self.skipped_in_a_row >= MOST_SKIPPED:
             raise FabricateError(
                 f"{self.skipped_in_a_row} updates in a row were skipped ({self.skip_reason}) after step {run.progress.step}: training "

@@ -10,10 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from click.testing import CliRunner
 from torch.nn.functional import softplus
 from torch.utils.flop_counter import FlopCounterMode
 
 from fabricate import Callback, ConfigurationError, ModelSummary, Throughput, Trainer, TrainModule
+from fabricate.cli.main import main
 from fabricate.testing import run_ranks
 
 ROWS = list(torch.randn(10, 3, generator=torch.Generator().manual_seed(1)))
@@ -214,6 +216,38 @@ def test_a_turn_that_is_skipped_leaves_the_others() -> None:
     assert trainer.fit(module, ROWS, batch_size=4, shuffle=False).steps == 3
     assert skipped == [1]
     assert [name for name, *_ in module.calls] == ["discriminator", "generator"] * 3
+
+
+@pytest.mark.parametrize("kind", ["discriminator", "generator"])
+def test_a_skipped_turn_moves_neither_the_shares_of_an_epoch_nor_the_rows_of_a_step(kind: str, tmp_path: Path) -> None:
+    evaluated_at: list[int] = []
+
+    class Overflows(GAN):
+        def training_step(self, batch: torch.Tensor, batch_idx: int, optimizer: str) -> torch.Tensor:
+            loss = self.loss(batch[:, :3], optimizer)
+            self.batch = batch[:, 3].int().tolist()
+            return loss * float("nan") if optimizer == kind and self.trainer.progress.samples == 2 else loss
+
+        def validation_step(self, batch: torch.Tensor) -> dict[str, torch.Tensor]:
+            return {"loss": self.loss(batch[:, :3], "generator")}
+
+        def on_eval_end(self) -> None:
+            evaluated_at.append(self.trainer.progress.samples)
+
+        def on_step(self, step: int) -> None:
+            trained[step] = sorted(self.batch)
+
+    trained: dict[int, list[int]] = {}
+    rows = torch.cat([torch.stack(ROWS[:8]), torch.arange(8.0)[:, None]], 1)
+    options: dict[str, Any] = {"nonfinite": "skip", "validate_every": 0.5, "sanity_batches": 0, "progress": False}
+    trainer = Trainer(max_epochs=2, run_dir=tmp_path, seed=0, **options)
+    result = trainer.fit(Overflows(), rows, rows, batch_size=2)
+    assert evaluated_at == [4, 8, 12, 16]
+    assert result.steps == (8 if kind == "discriminator" else 7)  # the last turn makes the step
+    for step, expected in trained.items():
+        shown = CliRunner().invoke(main, ["rows", str(tmp_path), "--step", str(step), "--json"])
+        (part,) = json.loads(shown.stdout)["parts"]
+        assert sorted(part["rows"]) == expected
 
 
 @pytest.mark.parametrize(

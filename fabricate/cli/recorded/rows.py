@@ -64,7 +64,7 @@ def recorded_order(data: Mapping[str, Any], epoch: int) -> EpochOrder:
 @dataclass
 class Fit:
     """One fit of a run, with the steps after `begin` up to and including `end`. `skipped`: for each skipped update, the step after which it
-    was skipped."""
+    was skipped. Of optimizers in turns, the last one on the same rows counts."""
 
     begin: int
     epoch: int
@@ -116,7 +116,7 @@ def fits(run: RunFiles, *, sampler: bool = False) -> list[Fit]:
     for event in run.events:
         if event["event"] == "started" and "data" in event:
             recorded.append(Fit(event["step"], event["epoch"], event["position"], event["data"]))
-        elif event["event"] == "skipped" and recorded:
+        elif event["event"] == "skipped" and recorded and event.get("last_turn", True):
             recorded[-1].skipped.append(event["step"])
     if not recorded:
         raise FabricateError(
