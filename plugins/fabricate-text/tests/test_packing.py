@@ -176,3 +176,20 @@ def test_padding_that_rows_bring_along_is_no_target_and_is_not_attended_to() -> 
     assert joined["input_ids"].tolist() == [[5, 6, 7, 8]]
     assert joined["position_ids"].tolist() == [[0, 1, 0, 1]]
     assert joined["labels"].tolist() == [[-100, 6, -100, 8]]
+
+
+def test_a_leak_is_found_if_the_embedding_of_the_padding_is_zero() -> None:
+    config = transformers.RecurrentGemmaConfig(
+        vocab_size=50,
+        hidden_size=32,
+        lru_width=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        attention_window_size=8,
+        pad_token_id=0,
+    )
+    model = transformers.RecurrentGemmaForCausalLM(config)
+    assert not model.get_input_embeddings().weight[0].any()
+    with pytest.raises(ConfigurationError, match="check_packing: RecurrentGemmaForCausalLM lets a packed row attend"):
+        check_packing(model)

@@ -187,10 +187,12 @@ def check_packing(model: Any) -> None:
     rows from `position_ids`. The model computes two packed rows of three tokens, and the second must not depend on the first. For one
     process, with the weights built; changes neither weights nor their gradients."""
     embedding = model.get_input_embeddings().weight
-    embedded = embedding[:1].detach().repeat(1, 6, 1).reshape(1, 6, -1).requires_grad_()
+    # Not rows of the embedding: that of the padding is often zero, and a gradient through layers that start from zero is zero too.
+    values = torch.arange(6.0 * embedding.shape[1], device=embedding.device).sin().reshape(1, 6, -1)
+    embedded = values.to(embedding.dtype).requires_grad_()
     places = torch.tensor([[0, 1, 2, 0, 1, 2]], device=embedding.device)
     try:
-        logits = model(inputs_embeds=embedded, position_ids=places, use_cache=False).logits
+        logits = model(inputs_embeds=embedded.clone(), position_ids=places, use_cache=False).logits
     except TypeError as exc:
         raise _leaks(model, f"does not take position_ids ({exc})") from exc
     (influence,) = torch.autograd.grad(logits[:, 3:].float().logsumexp(-1).sum(), embedded)
