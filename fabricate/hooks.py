@@ -170,7 +170,8 @@ class Events:
         """Called before an evaluation. `stage`: "validate", "test" or "predict". The module is in eval mode. A value logged here with
         `module.log` is a metric of this evaluation. A hook that exchanges weights calls `module.train()` before that and `module.eval()`
         after it, because a layer that merges its weights in eval mode has merged the others already; and it puts them back in
-        `on_eval_end` in the same way, and in `on_exception`."""
+        `on_eval_end` in the same way, and in `on_exception`. Such a hook is marked with `@hookimpl(tryfirst=True)`, and its `on_eval_end`
+        with `@hookimpl(trylast=True)`: other plugins then find the weights that are evaluated, and two that exchange weights nest."""
 
     @hookspec(firstresult=True)
     def eval_step(self, trainer: Any, module: Any, batch: Any, stage: str) -> Any:

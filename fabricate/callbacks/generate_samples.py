@@ -52,9 +52,10 @@ class GenerateSamples(Callback):
         an encoder-decoder does not. Empty on ranks that generated nothing."""
         self._first = True
         """Whether this fit has written no texts yet."""
+        self._began = 0.0
 
     def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:
-        self._first = True
+        self._first, self._began = True, time.time()
         self._tokenizer(module)
         self._model(module)
         if not trainer.validates:
@@ -101,7 +102,7 @@ class GenerateSamples(Callback):
         if trainer.run_dir is not None:
             path = trainer.run_dir / "samples.jsonl"
             if self._first:
-                _cut(path, trainer.step)
+                _cut(path, trainer.step, self._began)
                 self._first = False
             with path.open("a", encoding="utf-8") as file:
                 for prompt, text in zip(self.prompts, self.texts, strict=True):
@@ -138,11 +139,13 @@ class GenerateSamples(Callback):
         return module.get_submodule(outer[0])
 
 
-def _cut(path: Path, step: int) -> None:
-    """Remove the lines of `step` and later, which a fit left that was killed after its last checkpoint, or before its first."""
+def _cut(path: Path, step: int, began: float) -> None:
+    """Remove the lines of `step` and later, which a fit left that was killed after its last checkpoint, or before its first. Lines since
+    `began` are those of this fit, by another GenerateSamples."""
     if path.exists():
         lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-        kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] < step]
+        whole = [(line, json.loads(line)) for line in lines if line.endswith("\n")]
+        kept = [line for line, values in whole if values["step"] < step or values["time"] >= began]
         if len(kept) < len(lines):
             path.write_text("".join(kept), encoding="utf-8")
 

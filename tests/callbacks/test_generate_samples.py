@@ -140,6 +140,15 @@ def test_ranks_generate_what_their_weights_say(tmp_path: Path, strategy: str) ->
     assert all(same_there)
 
 
+def test_two_of_them_keep_the_texts_of_each_other(tmp_path: Path) -> None:
+    prompts = ["abc", "cba"]
+    for steps in (4, 8):
+        fit(*[GenerateSamples([p], length=4) for p in prompts], module=Own(), run_dir=tmp_path, max_steps=steps)
+    lines = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
+    written = sorted((line["step"], line["prompt"]) for line in lines)
+    assert written == [(step, prompt) for step in (2, 4, 6, 8) for prompt in prompts]
+
+
 def test_a_fit_that_begins_again_replaces_the_texts_of_the_one_that_was_killed(tmp_path: Path) -> None:
     for _ in range(2):  # the first is not saved
         with pytest.raises(InterruptedError):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, MutableMapping
 from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 from fabricate import Callback, ConfigurationError, hookimpl
 
@@ -16,6 +17,9 @@ if TYPE_CHECKING:
     import torch
 
     from fabricate import Strategy, Trainer, TrainModule
+
+_averaged: WeakSet[TrainModule] = WeakSet()
+"""The modules that a running fit averages."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -37,7 +41,12 @@ class EMA(Callback):
         self._complete = False
         """Whether the fit ends with the average, so that a validation after that leaves it in the module."""
 
-    def on_fit_start(self, trainer: Trainer) -> None:
+    def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:
+        if module in _averaged:
+            raise ConfigurationError(
+                "ema: this plugin is active twice; leave out one, because a fit ends with one average"
+            )
+        _averaged.add(module)
         if trainer.strategy.replicas_drift:
             raise ConfigurationError(f"ema: weights differ between ranks under {trainer.strategy.name!r}; use 'ddp'")
         from fabricate import StochasticWeightAveraging  # here, because looking for plugins imports this file
@@ -106,6 +115,7 @@ class EMA(Callback):
     def on_teardown(self, module: TrainModule) -> None:
         self._show(module, average=False, tell=False)
         self._parts, self._complete = {}, False
+        _averaged.discard(module)
 
     def _show(self, module: TrainModule, *, average: bool, tell: bool = True) -> TrainModule:
         """Put the average into `module`, or the weights back, unless they are there already; returns `module`. tell: also call `after_load`

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from fabricate_ema import EMA
 from torch.nn.functional import linear, mse_loss
 
-from fabricate import Callback, LearningRateFinder, Trainer, TrainModule
+from fabricate import Callback, ConfigurationError, LearningRateFinder, Trainer, TrainModule
 from fabricate.testing import check_plugin
 
 
@@ -97,6 +98,14 @@ def test_hooks_of_an_evaluation_find_the_average_in_any_order_of_plugins(ema_fir
     for seen in sees.seen:
         torch.testing.assert_close(seen, module.average)
     assert not torch.equal(module.layer.weight, sees.seen[0])
+
+
+def test_two_averages_are_refused_and_the_module_can_be_fitted_afterwards() -> None:
+    module, x = Model(), torch.randn(16, 4)
+    with pytest.raises(ConfigurationError, match="ema: this plugin is active twice"):
+        Trainer(max_steps=1, progress=False, plugins=["ema:decay=0.9", EMA(0.5)]).fit(module, x, batch_size=8)
+    for _ in range(2):
+        Trainer(max_steps=1, progress=False, plugins=[EMA(0.5)]).fit(module, x, batch_size=8)
 
 
 class SavesAtTheEnd(Model):
