@@ -254,7 +254,9 @@ class StepWatch(TorchFunctionMode):
         missing = self._weighed - weighed
         self._weighed |= weighed
         self._decided = True
-        if missing & {name for name, *_ in logged} or (missing and not weighed):
+        unweighed = missing & {name for name, *_ in logged}
+        # A number that equals the cross-entropy up to rounding gets the weight of the others: its labels, if no other count is there.
+        if (unweighed and not (weighed and self._counts_are_alike())) or (missing and not weighed):
             raise ConfigurationError(
                 "for earlier batches an evaluation step returned a plain cross-entropy, which is weighted by its counted labels, "
                 "but not for this batch. All batches need a weight in the same unit: return 'weight' with the metrics every time. A number "
@@ -262,9 +264,13 @@ class StepWatch(TorchFunctionMode):
             )
         if labels is not None:
             for place, (name, value, weight, reduce) in enumerate(logged):
-                if weight is None and self._weighs_rows(name, value, rows):
+                if weight is None and name not in unweighed and self._weighs_rows(name, value, rows):
                     logged[place] = (name, value, rows, reduce)
         return labels
+
+    def _counts_are_alike(self) -> bool:
+        """Whether all recorded cross-entropies count equally many labels. Waits for the device."""
+        return len({int(each.over.labels) for each in self._found}) == 1
 
     def beside(self, logged: list[Any], rows: int | None, others: Collection[int] = ()) -> str:
         """After `weigh` found a cross-entropy: a description of an entry of `logged` that is weighted by its labels, but is no mean over

@@ -287,6 +287,22 @@ def test_watching_refuses_a_step_that_changes_its_mind() -> None:
         watch.weigh([("loss", torch.tensor(1.0), None, "mean")])
 
 
+def test_a_number_that_equals_the_cross_entropy_only_up_to_rounding_takes_its_labels() -> None:
+    watch = StepWatch()
+    for offset in (0.0, 1e-3):
+        with torch.no_grad(), watch:
+            loss = cross_entropy(LOGITS, TARGET)
+            by_hand = loss.clone() + offset
+        logged = [("by_hand", by_hand, None, "mean"), ("loss", loss, None, "mean")]
+        assert watch.weigh(logged) == 4
+        assert [weight in (None, 4) for *_, weight, _ in logged] == [True, True]
+    with torch.no_grad(), watch:
+        loss, other = cross_entropy(LOGITS, TARGET), cross_entropy(LOGITS[:3], TARGET[:3])
+        logged = [("by_hand", loss + 1e-3, None, "mean"), ("loss", loss, None, "mean"), ("other", other, None, "mean")]
+    with pytest.raises(ConfigurationError, match="for earlier batches an evaluation step returned a plain"):
+        watch.weigh(logged)
+
+
 def test_a_mean_over_a_tensor_without_rows_is_not_named() -> None:
     watch = StepWatch()
     with torch.no_grad(), watch:
