@@ -73,6 +73,7 @@ class StochasticWeightAveraging(Callback):
         self._began: dict[str, Any] | None = None
         """The step and the epoch at which the phase with `swa_lrs` began, and the learning rates before it."""
 
+    @hookimpl(tryfirst=True)  # a plugin may save in this hook
     def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:
         self.averages, self._parts, self._began = 0, {}, None
         self._check(trainer, module)

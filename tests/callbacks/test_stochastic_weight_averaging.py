@@ -230,6 +230,16 @@ def test_data_that_is_used_up_or_has_no_length_is_refused_before_training_where_
     assert len(run(Endless(), batch_norm_batches=5).counted) == 5
 
 
+def test_a_plugin_that_is_listed_before_it_may_save_in_on_fit_start(tmp_path: Path) -> None:
+    class Saves(Callback):
+        def on_fit_start(self, trainer: Trainer) -> None:
+            trainer.save(tmp_path / "first")
+
+    trainer = Trainer(max_epochs=1, progress=False, plugins=[Saves(), StochasticWeightAveraging(0.1)])
+    trainer.fit(Net(), ROWS, batch_size=BATCH)
+    assert (tmp_path / "first" / "manifest.json").exists()
+
+
 def test_other_settings_than_those_of_the_checkpoint_are_refused(tmp_path: Path) -> None:
     fit(run_dir=tmp_path, max_steps=8)
     other = StochasticWeightAveraging(0.2, 3, annealing_epochs=2)

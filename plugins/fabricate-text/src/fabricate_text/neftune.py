@@ -19,7 +19,8 @@ class NEFTune(Callback):
     alpha: the size of the noise; 5 to 15 in the paper.
 
     The noise is drawn from torch's generator of the device, as for dropout. fabricate seeds and stores it, so a resumed run draws the same
-    noise. Validation draws none. transformers' `neftune_noise_alpha` uses the padded length instead; without padding the results are equal.
+    noise. Validation draws none. transformers' `neftune_noise_alpha` uses the padded length instead; without padding the results are equal,
+    except for models such as T5 and BART, to which transformers 5 adds no noise.
 
     >>> Trainer(plugins=[NEFTune(alpha=5)], ...)
     """
