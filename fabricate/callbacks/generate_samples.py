@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -52,10 +53,11 @@ class GenerateSamples(Callback):
         an encoder-decoder does not. Empty on ranks that generated nothing."""
         self._first = True
         """Whether this fit has written no texts yet."""
-        self._began = 0.0
+        self._began, self._start = 0.0, math.inf
+        """The time at which this fit began, and the step from which it trains."""
 
     def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:
-        self._first, self._began = True, time.time()
+        self._first, self._began, self._start = True, time.time(), math.inf
         self._tokenizer(module)
         self._model(module)
         if not trainer.validates:
@@ -63,6 +65,9 @@ class GenerateSamples(Callback):
                 "GenerateSamples: samples are generated at the start of a validation, but this fit runs none. Pass val= to fit, "
                 "and set validate_every to an interval that is shorter than the fit"
             )
+
+    def on_epoch_start(self, trainer: Trainer) -> None:
+        self._start = min(self._start, trainer.step)
 
     @hookimpl(trylast=True)  # after plugins that exchange the weights for the evaluation
     def on_eval_start(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
@@ -102,7 +107,7 @@ class GenerateSamples(Callback):
         if trainer.run_dir is not None:
             path = trainer.run_dir / "samples.jsonl"
             if self._first:
-                _cut(path, trainer.step, self._began)
+                _cut(path, min(trainer.step, self._start + 1), self._began)
                 self._first = False
             with path.open("a", encoding="utf-8") as file:
                 for prompt, text in zip(self.prompts, self.texts, strict=True):
@@ -139,7 +144,7 @@ class GenerateSamples(Callback):
         return module.get_submodule(outer[0])
 
 
-def _cut(path: Path, step: int, began: float) -> None:
+def _cut(path: Path, step: float, began: float) -> None:
     """Remove the lines of `step` and later, which a fit left that was killed after its last checkpoint, or before its first. Lines since
     `began` are those of this fit, by another GenerateSamples."""
     if path.exists():

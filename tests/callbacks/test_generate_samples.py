@@ -149,6 +149,15 @@ def test_two_of_them_keep_the_texts_of_each_other(tmp_path: Path) -> None:
     assert written == [(step, prompt) for step in (2, 4, 6, 8) for prompt in prompts]
 
 
+def test_texts_of_lost_updates_go_if_the_next_fit_validates_at_other_steps(tmp_path: Path) -> None:
+    with pytest.raises(InterruptedError):  # after the validation of step 2, before a save
+        fit(GenerateSamples(["abc"], length=4), Dies(), module=Own(), run_dir=tmp_path, validate_every=1, save_every=4)
+    before = [json.loads(line)["step"] for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
+    fit(GenerateSamples(["abc"], length=4), module=Own(), run_dir=tmp_path, validate_every=4, save_every=4)
+    after = [json.loads(line)["step"] for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
+    assert (before, after) == ([1, 2], [4])
+
+
 def test_a_fit_that_begins_again_replaces_the_texts_of_the_one_that_was_killed(tmp_path: Path) -> None:
     for _ in range(2):  # the first is not saved
         with pytest.raises(InterruptedError):
