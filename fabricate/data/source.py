@@ -312,6 +312,16 @@ class Source(ABC):
         ...     for batch, rows in window.micro_batches: ...
         """
 
+    def windows_until(self, epoch: int, position: int, micro_step: int) -> int:
+        """The number of windows up to this place of the data, if earlier epochs had as many as it gives now. See `Progress`."""
+        assert self.updates_per_epoch is not None
+        done = 0
+        if position and self.global_batch is not None:
+            done = -(-position // self.global_batch)
+        elif position:  # the user's batches, of any number of rows
+            done = -(-micro_step // self._setup.accumulation)
+        return epoch * self.updates_per_epoch + done
+
     @abstractmethod
     def batches(self, *, stand_ins: bool) -> Generator[EvalBatch, None, None]:
         """The batches of an evaluation: every row occurs exactly once over all ranks. With `stand_ins`, every rank yields the same number

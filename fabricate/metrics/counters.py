@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from fractions import Fraction
 from typing import Any
@@ -17,8 +18,7 @@ class Progress:
     step: applied updates. epoch: the pass in progress, from 0; at its end it counts completed passes. position: rows of the global order
     consumed in this pass; a batch that does not show its rows counts as one. micro_step: micro-batches of this rank in this pass. samples:
     rows consumed by all ranks since the beginning. tokens: the sum of the weights of all ranks; if weights are device tensors, it lags
-    behind by up to one log interval and one update. skipped: updates that were not applied. seconds: time in `fit`. windows: parts of the
-    data that were used for an update, whether it was applied or skipped; optimizers in turns use the same one.
+    behind by up to one log interval and one update. skipped: updates that were not applied. seconds: time in `fit`.
     """
 
     step: int = 0
@@ -29,15 +29,13 @@ class Progress:
     tokens: float = 0.0
     skipped: int = 0
     seconds: float = 0.0
-    windows: int = 0
 
     def state(self) -> dict[str, Any]:
         """The counters as a dictionary, for a checkpoint."""
         return asdict(self)
 
     def load(self, state: dict[str, Any]) -> None:
-        """Set the counters to what `state()` returned, in an earlier version possibly without `windows`."""
-        state = {"windows": state["step"] + state["skipped"], **state}
+        """Set the counters to what `state()` returned."""
         for name in asdict(self):
             setattr(self, name, type(getattr(self, name))(state[name]))
 
@@ -59,10 +57,18 @@ class Due:
     multiples of its amount, counted from the beginning of the run, so that a resumed run keeps the rhythm of one that never stopped.
     """
 
-    __slots__ = ("amount", "by_clock", "counter", "next")
+    __slots__ = ("_windows", "amount", "by_clock", "counter", "next")
 
-    def __init__(self, every: Every | None, progress: Progress, updates_per_epoch: int | None = None) -> None:
-        """A share of an epoch is counted in windows, which requires `updates_per_epoch`."""
+    def __init__(
+        self,
+        every: Every | None,
+        progress: Progress,
+        updates_per_epoch: int | None = None,
+        windows: Callable[[Progress], int] | None = None,
+    ) -> None:
+        """A share of an epoch is counted in windows: parts of the data that were used for an update, whether it was applied or skipped. It
+        requires `updates_per_epoch` and `windows`, which returns the number of windows since the beginning of the run."""
+        self._windows = windows
         self.counter, size = _COUNTERS[every.unit] if every is not None else ("step", 1)
         self.amount: float | Fraction = every.amount * size if every is not None else math.inf
         if self.counter == "epoch" and self.amount < 1:
@@ -79,12 +85,20 @@ class Due:
     def start(self, progress: Progress) -> None:
         """Set `next` to the first multiple after the present value of the counter."""
         if self.amount is not math.inf:
-            following = (getattr(progress, self.counter) // self.amount + 1) * self.amount
+            following = (self.value(progress) // self.amount + 1) * self.amount
             self.next = math.ceil(following) if isinstance(following, Fraction) else following
+
+    def value(self, progress: Progress) -> float:
+        """The present value of the counter."""
+        if self.counter == "windows":
+            assert self._windows is not None
+            return self._windows(progress)
+        value: float = getattr(progress, self.counter)
+        return value
 
     def reached(self, progress: Progress) -> bool:
         """Whether it is due. True only once per multiple."""
-        if getattr(progress, self.counter) < self.next:
+        if self.value(progress) < self.next:
             return False
         self.start(progress)
         return True

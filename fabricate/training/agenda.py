@@ -12,7 +12,7 @@ from typing import NamedTuple
 from fabricate.data.batches import Window
 from fabricate.errors import RankError
 from fabricate.hooks import EVENTS
-from fabricate.metrics.counters import Due
+from fabricate.metrics.counters import Due, Progress
 from fabricate.training.state.run_state import Run
 from fabricate.training.updates import freezing
 
@@ -62,7 +62,7 @@ class Agenda:
         per_epoch = run.source.updates_per_epoch if run.source is not None else None
         self._run = run
         self._moments = tuple(
-            Due(every, progress, per_epoch)
+            Due(every, progress, per_epoch, self._windows)
             for every in (settings.log_every, settings.validate_every, settings.save_every)
         )
         self._by_step = [due for due in self._moments if due.counter == "step"]
@@ -75,6 +75,10 @@ class Agenda:
         self._ranks = OneRank(run) if run.engine.world_size == 1 else ManyRanks(run)
         self._find_next_step()
 
+    def _windows(self, progress: Progress) -> int:
+        assert self._run.source is not None
+        return self._run.source.windows_until(progress.epoch, progress.position, progress.micro_step)
+
     def _find_next_step(self) -> None:
         least = self._least_steps if self._run.progress.step < self._least_steps else math.inf
         self._next_step = min((self._most_steps, least, *(due.next for due in self._by_step)))
@@ -86,7 +90,7 @@ class Agenda:
         progress = self._run.progress
         due = progress.step >= self._next_step or window.last
         if self._by_amount:
-            due = due or any([getattr(progress, each.counter) >= each.next for each in self._by_amount])
+            due = due or any([each.value(progress) >= each.next for each in self._by_amount])
         return self._ranks.due() or due  # in this order, because `_ranks.due` also counts the updates
 
     def _look_at_clock(self) -> None:

@@ -201,7 +201,6 @@ def account(state: LoopState, window: Window, losses: WindowLosses, result: Upda
     if window.last_turn:  # otherwise another optimizer makes its update on the same rows
         progress.position = window.end
         progress.samples += window.rows
-        progress.windows += 1
         run.journal.tokens.add(losses.total)
     if not result.applied:
         run.module._logged.clear()

@@ -23,8 +23,7 @@ def _steps(*numbers: int) -> list[Progress]:
 
 
 def test_counters_come_back_as_they_were() -> None:
-    counts = {"step": 3, "epoch": 1, "position": 40, "micro_step": 5, "samples": 120, "skipped": 2, "windows": 4}
-    progress = Progress(**counts, tokens=1.5, seconds=9.25)
+    progress = Progress(step=3, epoch=1, position=40, micro_step=5, samples=120, tokens=1.5, skipped=2, seconds=9.25)
     again = Progress()
     again.load(progress.state())
     assert again == progress
@@ -32,14 +31,6 @@ def test_counters_come_back_as_they_were() -> None:
 
 def test_every_counter_is_stored() -> None:
     assert set(Progress().state()) == {field.name for field in dataclasses.fields(Progress)}
-
-
-def test_a_checkpoint_of_an_earlier_version_had_a_window_for_each_update() -> None:
-    state = Progress(step=3, skipped=2).state()
-    del state["windows"]
-    again = Progress()
-    again.load(state)
-    assert again.windows == 5
 
 
 def test_a_counter_that_is_missing_is_an_error() -> None:
@@ -109,10 +100,10 @@ def test_a_share_of_an_epoch_is_due_at_the_first_update_that_completes_it(share:
     exact = Fraction(share).limit_denominator(1000)
     for updates in range(1, 60):
         progress, epochs = Progress(), 7
-        due, seen = Due(Every(epochs=share), progress, updates), []
-        while progress.windows < epochs * updates:
-            progress.windows += 1
+        due, seen = Due(Every(epochs=share), progress, updates, lambda progress: progress.step), []
+        while progress.step < epochs * updates:
+            progress.step += 1
             if due.reached(progress):
-                seen.append(progress.windows)
+                seen.append(progress.step)
         amount = max(Fraction(1), exact * updates)
         assert seen == [math.ceil(k * amount) for k in range(1, int(epochs * updates / amount) + 1)], updates

@@ -528,6 +528,23 @@ def test_a_skipped_update_does_not_move_the_shares_of_an_epoch() -> None:
     assert result.steps == 7
 
 
+def test_shares_of_an_epoch_stay_where_they_are_if_a_resumed_run_has_longer_epochs(tmp_path: Path) -> None:
+    def evaluated_at(rows: int, epochs: int) -> list[tuple[int, int]]:
+        moments: list[tuple[int, int]] = []
+
+        class Looks(Callback):
+            def on_eval_end(self, trainer: Trainer) -> None:
+                moments.append((trainer.progress.epoch, trainer.progress.position))
+
+        options: dict[str, Any] = {"validate_every": 0.5, "sanity_batches": 0, "progress": False}
+        trainer = Trainer(max_epochs=epochs, run_dir=tmp_path, plugins=[Looks()], accept_changes=("train",), **options)
+        trainer.fit(Regression(), ROWS[:rows], ROWS, batch_size=2)
+        return moments
+
+    assert evaluated_at(6, 1) == [(0, 4), (1, 0)]
+    assert evaluated_at(8, 3) == [(1, 4), (2, 0), (2, 4), (3, 0)]
+
+
 def test_a_share_of_an_epoch_without_a_length_is_refused() -> None:
     class Endless:
         def __iter__(self) -> Any:
