@@ -47,10 +47,8 @@ def merge(checkpoint: Path, out: Path, base: str | None = None) -> list[str]:
             _dequantise(adapted.unload())
             model.tie_weights()  # unload() has replaced layers of modules_to_save by copies
             config.init_lora_weights = True  # "olora" has changed the weights already, and must not do it again
-            with warnings.catch_warnings():
-                warnings.filterwarnings(
-                    "ignore", "fan_in_fan_out is set to"
-                )  # peft chooses it by the class of each layer
+            with warnings.catch_warnings():  # peft chooses fan_in_fan_out by the class of each layer, and warns
+                warnings.filterwarnings("ignore", "fan_in_fan_out is set to")
                 adapted = _adapted(model, config, label)
         outside = _fill(reader, record, adapted)
         _untie(adapted)
