@@ -40,7 +40,7 @@ after the last turn.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import pluggy
 
@@ -218,7 +218,8 @@ class Events:
         exported and stay in the module, but no checkpoint holds them: `load_from_checkpoint` and `checkpoint="last"` load the state of
         training. If this hook calls `trainer.request_eval()`, the changed weights are validated before they are exported. If
         this hook calls `trainer.calibrate()`, the training data is read once more to update layers that collect statistics of their
-        inputs, such as batch norm. When a complete run is resumed, this hook is called again."""
+        inputs, such as batch norm. When a complete run is resumed, this hook is called again.
+        A plugin that ends a fit with an average sets `averages_weights = True`, so that two of them are refused."""
 
     @hookspec
     def on_export(self, trainer: Any, module: Any, path: Path) -> None:
@@ -306,3 +307,7 @@ class Callback(Listener):
 
     Trainer(plugins=[Beep()], ...)
     """
+
+    averages_weights: ClassVar[bool] = False
+    """Whether a fit ends with weights that this plugin averages. Two such plugins are an error before the first step, as is one under a
+    strategy whose replicas differ between updates."""

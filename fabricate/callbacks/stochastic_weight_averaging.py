@@ -41,6 +41,8 @@ class StochasticWeightAveraging(Callback):
         Trainer(max_epochs=10, plugins=[StochasticWeightAveraging(swa_lrs=1e-2)], ...)
     """
 
+    averages_weights = True
+
     def __init__(
         self,
         swa_lrs: float | Sequence[float],
@@ -88,11 +90,6 @@ class StochasticWeightAveraging(Callback):
         self._trained = [name for name, parameter in module.named_parameters() if id(parameter) in trained]
 
     def _check(self, trainer: Trainer, module: TrainModule) -> None:
-        if trainer.strategy.replicas_drift:
-            raise ConfigurationError(
-                f"{_NAME}: weights differ between ranks under strategy={trainer.strategy.name!r}, so they cannot be averaged. "
-                "Use strategy='ddp'"
-            )
         if len(trainer.optimizers) != 1:
             raise ConfigurationError(
                 f"{_NAME}: the module has several optimizers ({', '.join(trainer.optimizers)}), and averaging needs exactly one. Remove "

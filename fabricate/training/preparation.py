@@ -28,7 +28,7 @@ from fabricate.configuration.plan_sections import make_plan
 from fabricate.configuration.resolve import Resolved
 from fabricate.distributed.engine import Engine
 from fabricate.distributed.ranks_file import is_written_by, write_ranks
-from fabricate.errors import ConfigurationError, size_text
+from fabricate.errors import ConfigurationError, few, size_text
 from fabricate.model.building import eval_modes
 from fabricate.model.export import notes_of_export
 from fabricate.model.host_memory import host_memory
@@ -98,6 +98,7 @@ def prepare_fit(run: Run, resolved: Resolved, data: Data, resume: str | os.PathL
     if settings.trackers:
         settled = {name: value["value"] for name, value in plan.to_json()["settings"].items()}
         start_trackers(run, settled, path)
+    _check_averages(run)
     if run.calls.on_fit_start is not None:
         run.calls.on_fit_start(run.trainer, run.module)
         # raises an error if a hook replaced a parameter
@@ -135,6 +136,21 @@ def _print(plan: Plan, run: Run, others: int) -> None:
     wanted = run.settings.print_plan
     if run.engine.rank == 0 and wanted != "none":
         print(plan if wanted == "full" else plan.summary(SUMMARY_LINES - others), flush=True)
+
+
+def _check_averages(run: Run) -> None:
+    """Refuse plugins that average the weights if there are several, or if replicas differ between ranks."""
+    plugins = run.calls.manager.list_name_plugin()
+    names = [name for name, plugin in plugins if getattr(plugin, "averages_weights", False)]
+    if len(names) > 1:
+        raise ConfigurationError(
+            f"plugins {few(names)}: each of them averages the weights, but a fit ends with one average. Leave out all but one"
+        )
+    if names and run.engine.strategy.replicas_drift:
+        raise ConfigurationError(
+            f"plugin {names[0]}: weights differ between ranks under strategy={run.engine.strategy.name!r}, so they cannot be averaged. "
+            "Use strategy='ddp'"
+        )
 
 
 def _check_validation(run: Run) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, MutableMapping
 from typing import TYPE_CHECKING, Any
-from weakref import WeakSet
 
 from fabricate import Callback, ConfigurationError, hookimpl
 
@@ -18,9 +17,6 @@ if TYPE_CHECKING:
 
     from fabricate import Strategy, Trainer, TrainModule
 
-_averaged: WeakSet[TrainModule] = WeakSet()
-"""The modules that a running fit averages."""
-
 
 @dataclasses.dataclass(eq=False)
 class EMA(Callback):
@@ -28,6 +24,8 @@ class EMA(Callback):
 
     decay: between 0 and 1. start: updates before the average begins; until then the average equals the weights.
     """
+
+    averages_weights = True
 
     decay: float = 0.999
     start: int = 0
@@ -40,19 +38,6 @@ class EMA(Callback):
         """The weights while the module holds the average; otherwise empty."""
         self._complete = False
         """Whether the fit ends with the average, so that a validation after that leaves it in the module."""
-
-    def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:
-        if module in _averaged:
-            raise ConfigurationError(
-                "ema: this plugin is active twice; leave out one, because a fit ends with one average"
-            )
-        _averaged.add(module)
-        if trainer.strategy.replicas_drift:
-            raise ConfigurationError(f"ema: weights differ between ranks under {trainer.strategy.name!r}; use 'ddp'")
-        from fabricate import StochasticWeightAveraging  # here, because looking for plugins imports this file
-
-        if any(isinstance(plugin, StochasticWeightAveraging) for plugin in trainer.settings.plugins):
-            raise ConfigurationError("ema: leave out ema or StochasticWeightAveraging: a fit ends with one average")
 
     def on_epoch_start(self, trainer: Trainer, module: TrainModule) -> None:
         """Begin the average, unless `on_load` began it. Not in on_fit_start: a checkpoint without an average may still change the
@@ -115,7 +100,6 @@ class EMA(Callback):
     def on_teardown(self, module: TrainModule) -> None:
         self._show(module, average=False, tell=False)
         self._parts, self._complete = {}, False
-        _averaged.discard(module)
 
     def _show(self, module: TrainModule, *, average: bool, tell: bool = True) -> TrainModule:
         """Put the average into `module`, or the weights back, unless they are there already; returns `module`. tell: also call `after_load`

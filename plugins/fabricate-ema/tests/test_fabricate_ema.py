@@ -102,7 +102,7 @@ def test_hooks_of_an_evaluation_find_the_average_in_any_order_of_plugins(ema_fir
 
 def test_two_averages_are_refused_and_the_module_can_be_fitted_afterwards() -> None:
     module, x = Model(), torch.randn(16, 4)
-    with pytest.raises(ConfigurationError, match="ema: this plugin is active twice"):
+    with pytest.raises(ConfigurationError, match="each of them averages the weights, but a fit ends with one"):
         Trainer(max_steps=1, progress=False, plugins=["ema:decay=0.9", EMA(0.5)]).fit(module, x, batch_size=8)
     for _ in range(2):
         Trainer(max_steps=1, progress=False, plugins=[EMA(0.5)]).fit(module, x, batch_size=8)
