@@ -66,7 +66,7 @@ def write_card(
     events = [event for event in _lines(run_dir / "events.jsonl") if event["event"] in ("started", "exported")]
     started: dict[str, Any] = next((event for event in reversed(events) if event["event"] == "started"), {})
     measured, state = None, _NOT_MEASURED if ended else _GOES_ON
-    if events and events[-1]["event"] == "exported":
+    if ended and events and events[-1]["event"] == "exported":  # a push in the background may end after the export
         step = events[-1]["of_step"]
         measured = _measured(run_dir, step)
         state = _EARLIER.format(step=step) if measured and measured["step"] < step else ""
