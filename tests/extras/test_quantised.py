@@ -315,6 +315,18 @@ def test_save_frozen_is_refused_because_no_checkpoint_holds_quantised_weights(ba
         fit(base, "nf4", tmp_path, save_frozen=True)
 
 
+def distances(merged: Any, trained: Any, base: Path) -> tuple[float, float]:
+    """The largest differences of the logits of `merged` from those of `trained`, and from those of the base."""
+    for layer in trained.modules():
+        if isinstance(layer, Linear4bit):
+            layer.support_avx512bf16_for_cpu = False  # which rounds its scales
+    before: Any = transformers.AutoModelForCausalLM.from_pretrained(base).eval()
+    with torch.no_grad():
+        expected, logits, untrained = (each(TOKENS).logits for each in (trained, merged, before))
+    distance, change = ((logits - each).abs().max().item() for each in (expected, untrained))
+    return distance, change
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_merged_model_is_what_was_trained_and_transformers_reads_it_alone(
     kind: str, base: Path, tmp_path: Path
@@ -328,13 +340,7 @@ def test_the_merged_model_is_what_was_trained_and_transformers_reads_it_alone(
     trained = Adapted(base, kind)
     trained.configure_model()
     model: Any = peft.PeftModel.from_pretrained(trained.model.unload(), tmp_path / "run" / "model").eval()
-    for layer in model.modules():
-        if isinstance(layer, Linear4bit):
-            layer.support_avx512bf16_for_cpu = False  # which rounds its scales
-    before: Any = transformers.AutoModelForCausalLM.from_pretrained(base).eval()
-    with torch.no_grad():
-        expected, logits, untrained = (each(TOKENS).logits for each in (model, merged, before))
-    distance, change = ((logits - each).abs().max().item() for each in (expected, untrained))
+    distance, change = distances(merged, model, base)
     print(f"{kind}: {distance:.1e} from what was trained, {change:.1e} from the base")
     assert distance < (1e-5 if kind != "int8" else 0.02)  # bitsandbytes rounds activations to 8 bits as well
     assert change > 0.1
@@ -393,13 +399,7 @@ def test_a_merged_gpt2_has_the_transposed_weights_of_its_layers(kind: str, adapt
     result = CliRunner().invoke(main, ["ckpt", "merge", str(tmp_path / "run"), str(tmp_path / "merged")])
     assert result.exit_code == 0, result.output
     merged: Any = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
-    for layer in module.modules():
-        if isinstance(layer, Linear4bit):
-            layer.support_avx512bf16_for_cpu = False  # which rounds its scales
-    before: Any = transformers.AutoModelForCausalLM.from_pretrained(base).eval()
-    with torch.no_grad():
-        expected, logits, untrained = (each(TOKENS).logits for each in (module.model.eval(), merged, before))
-    distance, change = ((logits - each).abs().max().item() for each in (expected, untrained))
+    distance, change = distances(merged, module.model.eval(), base)
     print(f"{kind}, {adapter}: {distance:.1e} from what was trained, {change:.1e} from the base")
     assert distance < (1e-5 if kind == "nf4" else 0.02)  # as above
     assert change > 0.1
