@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import inspect
+import types
 import typing
 from collections.abc import Callable
 from typing import Any
@@ -63,7 +64,7 @@ def build(factory: Callable[..., Any], kind: str, name: str, options: dict[str, 
 
 def _convert(text: str, hint: Any, where: str) -> Any:
     """`text` as a value of the type `hint`: the first that fits of None, a literal, a bool, a number, text."""
-    kinds = (hint,) if _literals(hint) else typing.get_args(hint) or (hint,)
+    kinds = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
     if type(None) in kinds and text.lower() == "none":
         return None
     literals = [value for kind in kinds for value in _literals(kind)]
@@ -82,7 +83,11 @@ def _convert(text: str, hint: Any, where: str) -> Any:
 
 
 def _described(kinds: tuple[Any, ...], literals: list[Any]) -> str:
-    names = [getattr(kind, "__name__", str(kind)) for kind in kinds if kind is not type(None)]
+    names = [
+        str(kind) if typing.get_args(kind) else getattr(kind, "__name__", str(kind))
+        for kind in kinds
+        if kind is not type(None)
+    ]
     return ", ".join(map(str, literals)) or " or ".join(names)
 
 

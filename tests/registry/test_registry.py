@@ -44,6 +44,8 @@ class Optioned(Strategy):
     level: Literal[0, 1] | None = None
     place: str | None = None
     either: int | str = 0
+    names: list[str] = dataclasses.field(default_factory=list)
+    sizes: tuple[int, ...] = ()
 
 
 # ----------------------------------------------------------------------------------------------------------- options in strings
@@ -101,6 +103,8 @@ def test_an_option_is_converted_by_the_type_that_is_declared(option: str, text: 
         ("rate", "fast", "float"),
         ("mode", "medium", "fast, slow"),
         ("level", "2", "0, 1"),
+        ("names", "a", r"list\[str\]"),
+        ("sizes", "1", r"tuple\[int, \.\.\.\]"),
     ],
 )
 def test_an_option_of_another_type_is_refused(option: str, text: str, wanted: str) -> None:
