@@ -47,6 +47,16 @@ def computed(model: Any, batch: dict[str, Any]) -> tuple[torch.Tensor, list[torc
     return loss.detach(), [parameter.grad.clone() for parameter in model.parameters()]
 
 
+def test_one_label_per_row_is_kept_as_for_a_classifier() -> None:
+    rows = [{"input_ids": [5, 6, 7], "labels": 1}, {"input_ids": [8], "labels": 0}]
+    batch = PAD(rows)
+    assert batch["labels"].tolist() == [1, 0]
+    assert batch["input_ids"].tolist() == [[5, 6, 7], [8, 0, 0]]
+    assert batch["attention_mask"].tolist() == [[1, 1, 1], [1, 0, 0]]
+    with pytest.raises(ConfigurationError, match="need a label per token"):
+        Pad(0, flatten=True)(rows)
+
+
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_packed_rows_give_the_loss_and_gradients_of_the_rows_alone(kind: str, attention: str) -> None:

@@ -132,7 +132,8 @@ class Pad:
     the form of packed rows for flash attention; other attention computes the same with a mask of length x length.
 
     Returns int64 tensors of shape (rows, longest row), or (1, all tokens) with `flatten`: "input_ids" and "labels" (-100 at padding; for
-    rows without labels the tokens themselves, and -100 where their "attention_mask" is 0). For packed rows or `flatten` there are
+    rows without labels the tokens themselves, and -100 where their "attention_mask" is 0; with one label per row instead, as for a
+    classifier, shape (rows,) and the dtype of the labels). For packed rows or `flatten` there are
     "position_ids", in which padding counts as a separate row, and "use_cache", False, which models need to recognise packed rows. Otherwise
     there is "attention_mask", which keeps the zeros of the rows' masks.
     """
@@ -142,7 +143,8 @@ class Pad:
     flatten: bool = False
 
     def __call__(self, rows: list[Mapping[str, Any]]) -> dict[str, Any]:
-        """`rows`: mappings with "input_ids", and maybe "labels", "attention_mask" and "position_ids": lists or tensors of one dimension."""
+        """`rows`: mappings with "input_ids", and maybe "labels", "attention_mask" and "position_ids": lists or tensors of one dimension
+        ("labels" may be one number per row). Raises `ConfigurationError` for such labels with `flatten`."""
         ids = [torch.as_tensor(row["input_ids"]) for row in rows]
         masks = [
             torch.as_tensor(row.get("attention_mask", torch.ones_like(i))) for row, i in zip(rows, ids, strict=True)
@@ -151,6 +153,10 @@ class Pad:
         labels = [torch.as_tensor(row.get("labels", o)).clone() for row, o in zip(rows, own, strict=True)]
         places = [torch.as_tensor(row.get("position_ids", torch.arange(len(row["input_ids"])))) for row in rows]
         if self.flatten:
+            if labels[0].ndim == 0:
+                raise ConfigurationError(
+                    "Pad(flatten=True): rows that are joined need a label per token, but these have one per row"
+                )
             starts = ["position_ids" in row for row in rows]
             ids, labels, places = self._joined(ids, labels, places, [mask != 0 for mask in masks], starts)
         longest = max(map(len, ids))
@@ -158,7 +164,7 @@ class Pad:
         missing = [longest - len(each) for each in ids]
         batch: dict[str, Any] = {
             "input_ids": self._filled(ids, missing),
-            "labels": self._filled(labels, missing, IGNORED),
+            "labels": torch.stack(labels) if labels[0].ndim == 0 else self._filled(labels, missing, IGNORED),
         }
         if self.flatten or any("position_ids" in row for row in rows):
             padded = [torch.cat([each, torch.arange(n)]) for each, n in zip(places, missing, strict=True)]
