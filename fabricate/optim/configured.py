@@ -18,7 +18,9 @@ from torch.optim import lr_scheduler
 from fabricate.optim.schedules import Schedule, captured, held_by, load_state, state_of
 
 _COUNTERS = ("last_epoch", "base_lrs", "last_lr", "lr_lambdas")
-_DURATIONS = ("T_max", "T_0", "total_iters", "total_steps", "total_size", "step_size", "milestones", "phases")
+_DURATIONS = (
+    *("T_max", "T_0", "total_iters", "total_steps", "total_size", "step_size", "anneal_epochs", "milestones", "phases"),
+)
 """The beginnings of the names of settings that determine the length of a scheduler of torch."""
 _UNDERSCORED = {"_schedule_phases": "phases", "_milestones": "milestones"}
 """Settings of OneCycleLR and SequentialLR that begin with an underscore, with their names in messages."""

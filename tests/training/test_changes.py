@@ -103,6 +103,8 @@ class Tuned(TrainModule):
             return optimizer, cyclic(optimizer, 0.1, 1.0, step_size_up=total * 3 // 4, cycle_momentum=False)
         if self.schedule == "step sizes":
             return optimizer, torch.optim.lr_scheduler.StepLR(optimizer, total // 4)
+        if self.schedule == "anneal":
+            return optimizer, torch.optim.swa_utils.SWALR(optimizer, swa_lr=0.01, anneal_epochs=total * 3 // 4)
         if self.schedule == "chained":
             warmup = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=2)
             return optimizer, torch.optim.lr_scheduler.ChainedScheduler(
@@ -230,7 +232,7 @@ def test_a_cycle_that_is_made_longer_ends_at_the_new_end(tmp_path: Path) -> None
     "schedule",
     [
         *("cosine", "share", "three parts", "chained", "lambda inside", "object", "restarts", "there and back"),
-        *("step sizes", "method", "own class", "nested cosine"),
+        *("step sizes", "anneal", "method", "own class", "nested cosine"),
     ],
 )
 def test_a_schedule_that_had_come_to_its_end_goes_on_when_it_is_made_longer(tmp_path: Path, schedule: str) -> None:
