@@ -89,12 +89,16 @@ def _complete(run: Run, agenda: Agenda, wanted: Wanted, epoch: int, limit: str) 
 
 def _save(run: Run, wanted: Wanted) -> None:
     """Save, and report a background save that has ended."""
+    if not wanted.writing:
+        _finish_save(run)
+    if wanted.save:
+        with refusing_logs(run.module, _SAVED), run.journal.stopwatch.apart():
+            save_requested(run)
+
+
+def _finish_save(run: Run) -> None:
     with refusing_logs(run.module, _SAVED):
-        if not wanted.writing:
-            finish_background_save(run)
-        if wanted.save:
-            with run.journal.stopwatch.apart():
-                save_requested(run)
+        finish_background_save(run)
 
 
 def _stop_reason(run: Run, wanted: Wanted, limit: str) -> str:
@@ -134,7 +138,10 @@ def _log_late(run: Run, epoch: int) -> None:
 def _validate(run: Run, epoch: int) -> None:
     if run.validation:
         with run.journal.stopwatch.apart():
-            request_best(run, validate(run, epoch))
+            metrics = validate(run, epoch)
+            if "best" in run.settings.keep:  # which is chosen among the checkpoints that are complete
+                _finish_save(run)
+            request_best(run, metrics)
 
 
 def _report(run: Run, first: FirstUpdate, wanted: Wanted, epoch: int, norm: torch.Tensor | None, last: bool) -> None:

@@ -139,6 +139,30 @@ def test_a_background_save_writes_the_same_checkpoint_as_a_save_that_stops_train
         assert second[step] == first[step], step
 
 
+class Scored(Net):
+    """Its validations give the scores of `SCORES`, one for each update."""
+
+    def validation_step(self, batch: Any) -> dict[str, float]:
+        return {"score": SCORES[self.trainer.step]}
+
+
+SCORES = [9.0, 5.0, 7.0, 8.0, 4.0, 6.0, 6.5, 3.0, 9.0]
+
+
+def test_a_validation_is_compared_with_the_best_checkpoint_that_is_still_being_written(
+    tmp_path: Path, slow_disk: None
+) -> None:
+    rows = TensorDataset(torch.randn(40, 4))
+    kept = {"last": 1, "best": 1, "metric": "val_score", "mode": "min"}
+    for save in ("sync", "async"):
+        settings = {"validate_every": "1 step", "save_every": "100 steps", "keep": kept, "save": save}
+        Trainer(max_steps=8, run_dir=tmp_path / save, progress=False, **settings).fit(
+            Scored(), rows, rows, batch_size=4
+        )
+    saved = [[event["step"] for event in events(tmp_path / save, "saved")] for save in ("sync", "async")]
+    assert saved == [[1, 4, 7, 8]] * 2
+
+
 def test_training_goes_on_during_a_save_and_the_end_of_the_fit_waits_for_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
