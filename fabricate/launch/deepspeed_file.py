@@ -6,7 +6,7 @@ Must not know launchers, Accelerate's files, or the other keys of a DeepSpeed JS
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +20,37 @@ def read_file(path: str) -> dict[str, Any]:
     try:
         text = Path(path).read_text(encoding="utf-8")
         # YAML reads 1e8 as text, so what looks like JSON is read as JSON.
-        content = json.loads(text) if text.lstrip().startswith("{") else yaml.safe_load(text)
+        if text.lstrip().startswith("{"):
+            content = json.loads(text, object_pairs_hook=_unique)
+        else:
+            content = yaml.safe_load(text)
+            _check_keys(yaml.compose(text, yaml.SafeLoader))
     except OSError as exc:
         raise ConfigurationError(
             f"config file {path!r} cannot be read: {exc.strerror}; give the path of a file"
         ) from exc
     except (ValueError, yaml.YAMLError) as exc:
-        raise ConfigurationError(f"config file {path!r} is neither YAML nor JSON: {exc}") from exc
+        raise ConfigurationError(f"config file {path!r} is not valid YAML or JSON: {exc}") from exc
     if not isinstance(content, dict):
         raise ConfigurationError(f"config file {path!r} holds no settings; give an Accelerate YAML or a DeepSpeed JSON")
     return content
+
+
+def _unique(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """The mapping of `pairs`. Raises ValueError if a key occurs twice, for which YAML and JSON silently take the last value."""
+    names = [name for name, _ in pairs]
+    twice = [name for name in names if names.count(name) > 1]
+    if twice:
+        raise ValueError(f"{twice[0]} is set twice. Remove one of the two")
+    return dict(pairs)
+
+
+def _check_keys(node: Any) -> None:
+    """Raise ValueError if a mapping in `node`, composed by PyYAML, has a key twice."""
+    if node is not None and node.id == "mapping":
+        _unique([(name.value, value) for name, value in node.value if name.id == "scalar"])
+        for _, value in node.value:
+            _check_keys(value)
 
 
 def deepspeed_strategy(path: str, content: Mapping[str, Any]) -> str:

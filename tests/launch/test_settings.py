@@ -185,7 +185,10 @@ def test_a_deepspeed_file_is_told_by_its_content(tmp_path: Path) -> None:
     [
         ("learning_rate: 0.1", "sets neither distributed_type .*This one sets learning_rate.*has to end in .yaml"),
         ("- 1", "holds no settings"),
-        ("{", "is neither YAML nor JSON"),
+        ("{", "is not valid YAML or JSON"),
+        ("max_steps: 7\nseed: 1\nmax_steps: 9", "max_steps is set twice. Remove one"),
+        ("distributed_type: FSDP\nfsdp_config: {fsdp_version: 1, fsdp_version: 2}", "fsdp_version is set twice"),
+        ('{"zero_optimization": {"stage": 2, "stage": 3}}', "stage is set twice"),
         ('{"zero_optimization": {"stage": 7}}', "stage 7"),
         ("distributed_type: XLA", "distributed_type XLA is not one of"),
         ("distributed_type: 'NO'\nnum_processes: 2", "distributed_type NO starts one"),
