@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import peft
 import pytest
 import torch
 import transformers
@@ -148,6 +149,19 @@ def test_noise_has_the_size_of_the_row_that_it_is_added_to(packed: bool, step: S
     assert not embedding._forward_hooks
     if packed:
         assert packed_lengths(torch.tensor([[0, 1, 2, 0, 0, 1]])).tolist() == [[3, 3, 3, 1, 2, 2]]
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
+def test_noise_is_added_once_to_an_embedding_that_peft_wraps() -> None:
+    inputs = []
+    for options in ({}, {"modules_to_save": ["embed_tokens"]}, {"target_modules": ["q_proj", "embed_tokens"]}):
+        module, looks = Tiny(), Embedded()
+        settings = peft.LoraConfig(r=2, **{"target_modules": ["q_proj"], **options})  # type: ignore[arg-type]
+        module.model = peft.get_peft_model(module.model, settings).base_model.model
+        fit(module, 1, plugins=[looks, NEFTune(alpha=4)])
+        inputs.append(looks.inputs[0])
+    assert torch.equal(inputs[1], inputs[0])
+    assert torch.equal(inputs[2], inputs[0])
 
 
 def test_noise_of_a_decoder_has_the_size_of_its_own_rows() -> None:

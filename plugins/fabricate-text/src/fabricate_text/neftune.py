@@ -38,9 +38,11 @@ class NEFTune(Callback):
         model = _model(module)
         embedding = model.get_input_embeddings()
         weight = getattr(embedding, "weight", None)
-        tied = [each for each in model.modules() if isinstance(each, torch.nn.Embedding) and each.weight is weight]
-        # T5 calls layers that share the weight of this one, and not this one itself.
-        self._handles = [each.register_forward_hook(self._add_noise) for each in dict.fromkeys([embedding, *tied])]
+        # T5 calls layers that share the weight of this one, and not this one itself. A wrapper of peft contains one that it calls.
+        inside = set(embedding.modules())
+        layers = (each for each in model.modules() if isinstance(each, torch.nn.Embedding) and each not in inside)
+        called = [embedding, *(each for each in layers if each.weight is weight)]
+        self._handles = [each.register_forward_hook(self._add_noise) for each in called]
         # The models inside too: a module may call one directly, and a decoder has a mask of its own.
         for each in (child for child in model.modules() if isinstance(child, PreTrainedModel)):
             names = list(inspect.signature(each.forward).parameters)
