@@ -21,7 +21,7 @@ from campaigns.checkpoints.pairs import equal, state
 from fabricate import Callback, ConfigurationError, RankError, Trainer, TrainModule
 from fabricate.testing import run_ranks
 
-ROWS, GLOBAL_BATCH, STEPS, SAVED, MAX_GRAD_NORM, TOLERANCE = 24, 8, 5, 3, 0.5, 1e-5
+ROWS, GLOBAL_BATCH, STEPS, SAVED, MAX_GRAD_NORM, TOLERANCE = 32, 8, 5, 3, 0.5, 1e-5
 SHAPE = {
     "vocab_size": 54, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 32,
@@ -221,9 +221,10 @@ def on_two_ranks(root: Path) -> dict[str, Any]:
     return answers
 
 
-def back_on_four(root: Path) -> list[float]:
+def back_on_four(root: Path) -> tuple[list[float], dict[str, float]]:
     where = root / "back"
-    return train("fsdp:tp=2", 2, run_dir=where, again=where / "again", resume=root / "zero3" / "again")[2]["losses"]
+    answers = train("fsdp:tp=2", 2, run_dir=where, again=where / "again", resume=root / "zero3" / "again")[2]
+    return answers["losses"], answers["metrics"]
 
 
 @pytest.fixture(scope="module")
@@ -303,7 +304,8 @@ def test_every_strategy_goes_on_from_its_checkpoint_and_it_from_theirs(
     four: list[dict[str, Any]], two: list[dict[str, Any]], root: Path
 ) -> None:
     single = train("single", 1, run_dir=root / "single", again=root / "single" / "again", resume=checkpoint(root))[2]
-    back = run_ranks(back_on_four, 4, root, timeout=900)[0]
+    back, metrics = run_ranks(back_on_four, 4, root, timeout=900)[0]
+    assert metrics["rows"] == STEPS * GLOBAL_BATCH  # also the rows before the save, which other ranks read
     losses = {name: two[0][name]["losses"] for name in ("ddp", "fsdp", "zero3")} | {
         "single": single["losses"],
         "back": back,

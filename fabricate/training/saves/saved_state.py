@@ -301,9 +301,9 @@ def _restore_modes(run: Run, reader: Reader, saved: Any) -> None:
 
 
 def _restore_own(run: Run, reader: Reader) -> None:
-    """Restore the values that each rank has for itself. If the number of ranks, or of ranks per row, has changed: rank 0 gets the metrics
-    that the first reader of each row had collected since the last log boundary, and the states of its torchmetrics objects; generators are
-    seeded from the seed and the step."""
+    """Restore the values that each rank has for itself. If the number of ranks, or of ranks per row, has changed: the readers of the first
+    rows get the metrics that the first reader of each row had collected since the last log boundary, and the states of its torchmetrics
+    objects; generators are seeded from the seed and the step."""
     engine = run.engine
     world_size = saved_world_size(reader)
     per_row = reader.manifest.topology.get("ranks_per_row", 1)
@@ -317,7 +317,7 @@ def _restore_own(run: Run, reader: Reader) -> None:
     )
     try:
         pending = [entry for each in metrics for entry in each["pending"]]
-        run.metrics.load({**metrics[0], "pending": pending}, same_rank=same or engine.rank == 0)
+        run.metrics.load({**metrics[0], "pending": pending}, same_rank=same or engine.data_rank == 0)
         if same:
             for name in own[0]["buffers"]:
                 run.module.get_buffer(name).copy_(read_whole(reader, f"rank/{engine.rank:05d}/buffers/{name}"))
