@@ -243,10 +243,13 @@ def test_a_validation_stream_that_keeps_its_place_is_put_back(wrapped: bool) -> 
 
 
 class Slots:
-    __slots__ = ("rows",)
+    __slots__ = ("client", "rows")
 
     def __init__(self) -> None:
         self.rows = 0
+
+    def __getattr__(self, name: str) -> Any:
+        raise ConnectionError("made on first use, too early") if name == "client" else AttributeError(name)
 
 
 class ObjectsOfLibraries(Regression):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import sys
@@ -208,11 +209,12 @@ def variables(value: object) -> dict[str, Any] | None:
 
 
 def _attributes(value: object) -> dict[str, Any]:
-    """The attributes of any object, those in `__slots__` included."""
-    return {
-        **getattr(value, "__dict__", {}),
-        **{slot: getattr(value, slot) for slot in _slots(value) if hasattr(value, slot)},
-    }
+    """The attributes of any object, those in `__slots__` included. Does not call `__getattr__`, which may make a value on first use."""
+    held = dict(getattr(value, "__dict__", {}))
+    for slot in _slots(value):
+        with contextlib.suppress(AttributeError):  # not set yet
+            held[slot] = object.__getattribute__(value, slot)
+    return held
 
 
 def _slots(value: object) -> list[str]:
