@@ -210,6 +210,54 @@ def test_noise_of_a_decoder_has_the_size_of_its_own_rows() -> None:
     assert module.noise.keys() == bounds.keys()
 
 
+def test_noise_has_the_size_of_the_row_also_if_a_part_without_text_ran_before() -> None:
+    vision = {"hidden_size": 16, "image_size": 8, "patch_size": 4}
+    layers = {"intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    text = {
+        "hidden_size": 16,
+        "ffn_dim": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "word_embed_proj_dim": 16,
+    }
+
+    class Describes(TrainModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.noise = torch.zeros(2)
+            config = transformers.Blip2Config(
+                vision_config=vision | layers,
+                qformer_config={"hidden_size": 16, "encoder_hidden_size": 16, "vocab_size": 50} | layers,
+                text_config=text | {"model_type": "opt", "vocab_size": 60},
+                num_query_tokens=2,
+                image_token_index=55,
+            )
+            self.model = transformers.Blip2ForConditionalGeneration(config)
+
+        def training_step(self, batch: dict[str, Any]) -> Any:
+            hook = self.model.get_input_embeddings().register_forward_hook(self.compare)
+            loss = self.model(**batch).loss
+            hook.remove()
+            return loss
+
+        def compare(self, embedding: Any, inputs: tuple[torch.Tensor], embedded: torch.Tensor) -> None:
+            clean = torch.nn.functional.embedding(inputs[0], embedding.weight)
+            self.noise = (embedded - clean).detach().abs().amax((1, 2))
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), lr=0.5)
+
+    ids = torch.full((2, 40), 3)
+    ids[:, :2] = 55  # the places of the image
+    mask = torch.arange(40).expand(2, 40) < torch.tensor([[40], [10]])
+    batch = {"input_ids": ids, "attention_mask": mask.long(), "labels": ids, "pixel_values": torch.randn(2, 3, 8, 8)}
+    module = Describes()
+    Trainer(max_steps=1, seed=1, progress=False, print_plan="none", plugins=[NEFTune(alpha=4)]).fit(module, [batch])
+    bound = 4 / (torch.tensor([40.0, 10.0]) * 16).sqrt()
+    assert (module.noise <= bound * 1.0001).all()
+    assert (module.noise > bound * 0.8).all(), "the largest of many"
+
+
 def test_noise_is_added_in_training_only_and_resumes_bit_for_bit(tmp_path: Path) -> None:
     def run(name: str, steps: int, *plugins: Any, dropout: float = 0.1) -> dict[str, torch.Tensor]:
         options = {"run_dir": tmp_path / name, "save_every": "2 steps", "keep": "all"}

@@ -14,7 +14,8 @@ from fabricate import Callback, ConfigurationError
 
 class NEFTune(Callback):
     """Adds noise to the embeddings of the transformers model in a module while it trains: uniform within alpha / sqrt(length x width),
-    where the length is that of each row without its padding, or of each packed row.
+    where the length is that of each row without its padding, or of each packed row. Where the embedding is called before the model (by a
+    `training_step` that passes `inputs_embeds`, or by peft for virtual tokens), the padding is not known yet and counts.
 
     alpha: the size of the noise; 5 to 15 in the paper.
 
@@ -30,7 +31,8 @@ class NEFTune(Callback):
             raise ConfigurationError(f"NEFTune: alpha={alpha!r}: give a number above 0")
         self.alpha = alpha
         self._handles: list[Any] = []
-        self._lengths: Any = None
+        self._lengths: list[Any] = []
+        """For each model that is running, the outer one first: the lengths of its rows, or None if it does not tell them."""
 
     def on_fit_start(self, module: Any) -> None:
         from transformers import PreTrainedModel
@@ -57,21 +59,24 @@ class NEFTune(Callback):
         self._handles = []
 
     def _note_lengths(self, names: list[str], model: Any, positional: tuple[Any, ...], named: dict[str, Any]) -> None:
-        if model.training:
-            arguments = dict(zip(names, positional, strict=False)) | named
-            mask, places = arguments.get("attention_mask"), arguments.get("position_ids")
-            if mask is not None and mask.ndim == 2:
-                self._lengths = mask.sum(1, keepdim=True)
-            elif places is not None:
-                self._lengths = packed_lengths(places)
+        arguments = dict(zip(names, positional, strict=False)) | named
+        mask, places = arguments.get("attention_mask"), arguments.get("position_ids")
+        if not model.training:
+            lengths = None
+        elif mask is not None and mask.ndim == 2:
+            lengths = mask.sum(1, keepdim=True)
+        else:
+            lengths = None if places is None else packed_lengths(places)
+        self._lengths.append(lengths)
 
     def _forget_lengths(self, model: Any, positional: tuple[Any, ...], output: Any) -> None:
-        self._lengths = None
+        self._lengths.pop()
 
     def _add_noise(self, embedding: Any, positional: tuple[Any, ...], embedded: torch.Tensor) -> torch.Tensor | None:
         if not embedding.training:
             return None
-        lengths = embedded.shape[1] if self._lengths is None else self._lengths[..., None].clamp(min=1)
+        noted = self._lengths[-1] if self._lengths else None
+        lengths = embedded.shape[1] if noted is None else noted[..., None].clamp(min=1)
         bound = self.alpha * torch.as_tensor(lengths * embedded.shape[2], device=embedded.device).float().rsqrt()
         noise = torch.empty_like(embedded, dtype=torch.float32).uniform_(-1, 1) * bound
         return embedded + noise.to(embedded.dtype)
