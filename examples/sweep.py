@@ -75,9 +75,10 @@ def main() -> None:
         storage=options.study,
         direction="maximize",
         load_if_exists=True,
-        sampler=optuna.samplers.TPESampler(seed=0),
         pruner=optuna.pruners.MedianPruner(n_startup_trials=3, n_warmup_steps=20),
     )
+    # Another seed when the study goes on: the same one would draw its first trials again.
+    study.sampler = optuna.samplers.TPESampler(seed=len(study.trials))
     study.optimize(lambda trial: accuracy(trial, train, val, options.max_epochs), n_trials=options.trials)
     ended = [trial.state.name for trial in study.trials]
     print(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import optuna
+
 from tests.support.scripts import run_script
 
 SWEEP = Path(__file__).parents[2] / "examples" / "sweep.py"
@@ -21,3 +23,5 @@ def test_a_search_prunes_finds_better_values_and_goes_on(tmp_path: Path) -> None
     assert (trials, more) == (8, 16)
     assert pruned > 0
     assert second >= first > 0.9
+    trials_made = optuna.load_study(study_name="digits", storage=f"sqlite:///{tmp_path / 'sweep.db'}").trials
+    assert len({trial.params["learning_rate"] for trial in trials_made}) == 16, "other values when the study goes on"
