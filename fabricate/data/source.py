@@ -175,7 +175,7 @@ class Source(ABC):
         self.batches_per_update = None if batch_size else self._units_per_window
         self.num_units = units
         """The epoch's length before the limit, in rows, or in batches if these are the user's."""
-        usable = units if units is None or self._cap is None else min(units, self._cap)
+        self._usable = usable = units if units is None or self._cap is None else min(units, self._cap)
         if usable == 0:
             raise setup.empty()
         self.updates_per_epoch: int | None = None
@@ -313,14 +313,15 @@ class Source(ABC):
         """
 
     def windows_until(self, epoch: int, position: int, micro_step: int) -> int:
-        """The number of windows up to this place of the data, if earlier epochs had as many as it gives now. See `Progress`."""
+        """The number of windows up to this place of the data, if earlier epochs had as many as it gives now. See `Progress`. Counts back
+        from the end of the epoch, because after a change of the global batch the place may be within one of the present windows."""
         assert self.updates_per_epoch is not None
-        done = 0
-        if position and self.global_batch is not None:
-            done = -(-position // self.global_batch)
-        elif position:  # the user's batches, of any number of rows
-            done = -(-micro_step // self._setup.accumulation)
-        return epoch * self.updates_per_epoch + done
+        assert self._usable is not None
+        read = position
+        if self.global_batch is None:  # the user's batches, of any number of rows
+            read = micro_step * (self._units_per_window // self._setup.accumulation)
+        left = num_windows(max(0, self._usable - read), self._units_per_window, self._setup.drop_last)
+        return epoch * self.updates_per_epoch + (self.updates_per_epoch - left if position else 0)
 
     @abstractmethod
     def batches(self, *, stand_ins: bool) -> Generator[EvalBatch, None, None]:

@@ -548,6 +548,38 @@ def test_shares_of_an_epoch_stay_where_they_are_if_a_resumed_run_has_longer_epoc
     assert evaluated_at(8, 3) == [(1, 4), (2, 0), (2, 4), (3, 0)]
 
 
+@pytest.mark.parametrize("batched", [False, True])
+def test_the_end_of_an_epoch_is_validated_also_if_the_global_batch_changed_within_it(
+    tmp_path: Path, batched: bool
+) -> None:
+    ended = []
+
+    class Looks(Callback):
+        def __init__(self, stop: int) -> None:
+            self.stop = stop
+
+        def on_step(self, trainer: Trainer, step: int) -> None:
+            if step == self.stop:
+                trainer.stop("enough")
+
+        def on_eval_end(self, trainer: Trainer) -> None:
+            ended.append(trainer.step)
+
+    def train(accumulation: int, stop: int) -> int:
+        options: dict[str, Any] = {
+            "gradient_accumulation_steps": accumulation,
+            "accept_changes": ("global_batch_size",),
+        }
+        options |= {"max_epochs": 1, "validate_every": 0.5, "sanity_batches": 0, "progress": False, "run_dir": tmp_path}
+        rows: Any = torch.utils.data.DataLoader(ROWS[:8], batch_size=1) if batched else ROWS[:8]
+        trainer = Trainer(plugins=[Looks(stop)], **options)
+        return trainer.fit(Regression(), rows, ROWS, batch_size=None if batched else 1).steps
+
+    train(2, stop=1)
+    assert train(4, stop=0) == 3
+    assert ended[-1] == 3
+
+
 def test_a_share_of_an_epoch_without_a_length_is_refused() -> None:
     class Endless:
         def __iter__(self) -> Any:

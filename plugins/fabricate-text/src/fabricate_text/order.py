@@ -110,7 +110,8 @@ class Mixture(Callback):
 
     @property
     def drawn(self) -> dict[str, int]:
-        """The rows that were trained on since the beginning of the run, over all ranks, by source."""
+        """The rows that were drawn since the beginning of the run, over all ranks, by source. The rows of a skipped update count, unless
+        it ends an epoch."""
         return dict(zip(self._names, self._total.tolist(), strict=True))
 
     def loader(
