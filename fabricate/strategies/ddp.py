@@ -66,6 +66,8 @@ class DDP(Strategy):
 
         self._accumulates = False
         self._undo: Callable[[], None] = lambda: None
+        self._copies: list[Any] = []
+        """Handles of the hooks that copy sparse gradients."""
 
     def settle(self, settled: Strategy.Settled) -> None:
         self._accumulates = settled.gradient_accumulation_steps > 1
@@ -124,6 +126,7 @@ class DDP(Strategy):
         self._first_update, self._ran = True, False  # _ran: whether a forward has run
         self._trained = {name: parameter for name, parameter in self._parameters.items() if parameter.requires_grad}
         self._model: DistributedDataParallel | None = None
+        self._copy_sparse_gradients(placed)
         if not self._trained:
             return placed  # DDP refuses a module without trained parameters
         # Not Accelerate's wrapper, which does nothing in a single process and uses the local rank as the device index.
@@ -144,7 +147,16 @@ class DDP(Strategy):
             model.register_comm_hook(None, lambda state, bucket: rounded(state, bucket))
         return model
 
+    def _copy_sparse_gradients(self, module: torch.nn.Module | None) -> None:
+        """Copy each sparse gradient in `module` before DDP divides it by the number of ranks in place: its values may be the memory of the
+        gradient that another layer gets (the sum of two embeddings), which would be divided twice. None: stop doing so."""
+        for handle in self._copies:
+            handle.remove()
+        weights = set(sparse_layers(module).values()) if module is not None else ()
+        self._copies = [_copy_gradient(weight) for weight in weights if weight.requires_grad]
+
     def release(self, module: torch.nn.Module, clean: bool) -> bool:
+        self._copy_sparse_gradients(None)
         self._model, self._trained, self._parameters = None, {}, {}
         self._undo()
         return super().release(module, clean)
@@ -202,6 +214,11 @@ def sparse_layers(module: torch.nn.Module) -> dict[str, torch.Tensor]:
 
     layers = (torch.nn.Embedding, torch.nn.EmbeddingBag)
     return {name: child.weight for name, child in module.named_modules() if isinstance(child, layers) and child.sparse}
+
+
+def _copy_gradient(weight: torch.Tensor) -> Any:
+    """Let `weight` get a copy of each gradient. Returns the handle of the hook."""
+    return weight.register_hook(lambda gradient: gradient.clone())  # type: ignore[no-untyped-call]
 
 
 def _arrange_buckets(model: DistributedDataParallel, parameters: Iterable[torch.nn.Parameter]) -> None:

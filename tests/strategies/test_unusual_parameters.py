@@ -26,6 +26,18 @@ class Sparse(TrainModule):
         return torch.optim.SGD(self.parameters(), lr=0.5)
 
 
+class Summed(Sparse):
+    """The layers of a sum get one gradient together, as the biases of a matrix factorisation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.places = torch.nn.Linear(1, 4), torch.nn.Embedding(8, 4, sparse=True)
+
+    def training_step(self, batch: torch.Tensor) -> torch.Tensor:
+        summed = self.first(batch[:, None].float() / 8) + self.words(batch) + self.places(batch // 2)
+        return (self.head(torch.tanh(summed + self.bags(batch[:, None]))) - 1).square().mean()
+
+
 class TwoDtypes(Sparse):
     def __init__(self) -> None:
         super().__init__()
@@ -57,9 +69,10 @@ def _fitted(kind: type[Sparse], strategy: str, readers: int) -> list[list[float]
     return [parameter.detach().flatten().tolist() for parameter in module.parameters()]
 
 
-def test_sparse_gradients_of_replicas_train_as_in_one_process() -> None:
-    wanted = _fitted(Sparse, "single", 1)
-    for parameters in run_ranks(_fitted, 2, Sparse, "ddp", 2):
+@pytest.mark.parametrize("kind", [Sparse, Summed])
+def test_sparse_gradients_of_replicas_train_as_in_one_process(kind: type[Sparse]) -> None:
+    wanted = _fitted(kind, "single", 1)
+    for parameters in run_ranks(_fitted, 2, kind, "ddp", 2):
         for values, expected in zip(parameters, wanted, strict=True):
             assert values == pytest.approx(expected, rel=1e-5, abs=1e-7)
 
