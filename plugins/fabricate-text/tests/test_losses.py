@@ -164,6 +164,19 @@ def test_noise_is_added_once_to_an_embedding_that_peft_wraps() -> None:
     assert torch.equal(inputs[2], inputs[0])
 
 
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
+def test_noise_is_added_also_if_only_virtual_tokens_are_trained() -> None:
+    module, batch = Tiny(), Pad(0)(list(ROWS))
+    clean = module.model.get_input_embeddings()(batch["input_ids"]).detach()
+    looks = Embedded()
+    looks.on_fit_start(module)
+    tuning = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    module.model = peft.get_peft_model(module.model, tuning)
+    fit(module, 1, plugins=[NEFTune(alpha=4)])
+    noise = (looks.inputs[0][:, 3:] - clean).abs()
+    assert 0 < noise.max() <= 4 / (clean.shape[1] * 16) ** 0.5
+
+
 def test_noise_of_a_decoder_has_the_size_of_its_own_rows() -> None:
     config = transformers.T5Config(
         vocab_size=50,
@@ -296,5 +309,7 @@ def test_noise_needs_one_model_and_a_size() -> None:
         NEFTune(0)
     both = Tiny()
     both.other = Tiny().model
-    with pytest.raises(ConfigurationError, match="trains 2 models of transformers, but NEFTune needs exactly one,"):
+    with pytest.raises(
+        ConfigurationError, match="has 2 models of transformers and trains 2 of them, but NEFTune needs exactly one,"
+    ):
         fit(both, 1, plugins=[NEFTune()])

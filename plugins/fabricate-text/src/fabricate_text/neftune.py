@@ -100,9 +100,9 @@ def _model(module: Any) -> Any:
     inner = {id(child) for model in models for child in model.modules() if child is not model}
     outer = [model for model in models if id(model) not in inner]
     trained = [model for model in outer if any(parameter.requires_grad for parameter in model.parameters())]
-    if len(trained) != 1:
-        raise ConfigurationError(
-            f"NEFTune: {type(module).__name__} trains {len(trained)} models of transformers, but NEFTune needs exactly one, to "
-            "whose embeddings it adds noise; freeze the others, or leave NEFTune out"
-        )
-    return trained[0]
+    if len(trained) == 1 or len(outer) == 1:  # with peft's virtual tokens, nothing in the model itself is trained
+        return (trained or outer)[0]
+    raise ConfigurationError(
+        f"NEFTune: {type(module).__name__} has {len(outer)} models of transformers and trains {len(trained)} of them, but NEFTune needs "
+        "exactly one, to whose embeddings it adds noise; freeze the others, or leave NEFTune out"
+    )
