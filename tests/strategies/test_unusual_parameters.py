@@ -62,6 +62,19 @@ class Signs(TwoDtypes):
         return torch.optim.Rprop(self.parameters(), lr=0.1)
 
 
+class Decay(torch.optim.SGD):
+    """An optimizer that keeps tensors of its own, of the shape of the whole weights."""
+
+    def step(self, closure: Any = None) -> Any:
+        for parameter in self.param_groups[0]["params"]:
+            parameter.data.sub_(torch.ones(parameter.shape))
+
+
+class Decays(Signs):
+    def configure_optimizers(self) -> Any:
+        return Decay(self.parameters(), lr=0.1)
+
+
 def _fitted(kind: type[Sparse], strategy: str, readers: int) -> list[list[float]]:
     module = kind()
     trainer = Trainer(strategy=strategy, precision="fp32", max_steps=4, progress=False)
@@ -100,6 +113,7 @@ def test_what_shards_cannot_take_is_refused_by_name() -> None:
         (TwoDtypes, "fsdp"): "strategy='fsdp' gathers bags.weight (float32) and head.bias (bfloat16) together",
         (TwoDtypes, "zero3"): "DeepSpeed trains parameters of one dtype, but ",
         (Signs, "fsdp"): "use another optimizer or operation, or strategy='ddp'",
+        (Decays, "fsdp"): "use another optimizer or operation, or strategy='ddp'",
     }
     for errors in run_ranks(_errors, 2, list(cases)):
         for text, (case, wanted) in zip(errors, cases.items(), strict=True):

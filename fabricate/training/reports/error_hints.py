@@ -7,6 +7,7 @@ The exception keeps its type; `explain` returns a note for it. Must not know: th
 from __future__ import annotations
 
 import re
+import traceback
 from collections.abc import Iterator, Mapping
 from types import FrameType
 from typing import Any
@@ -75,12 +76,13 @@ def _of_torch(run: Run, exc: RuntimeError, text: str) -> str:
             "sparse gradients, those of an Embedding(sparse=True), have no norm that fabricate can compute; leave out "
             "max_grad_norm= and hooks that take grad_norm, or use sparse=False"
         )
-    if "Sharding propagation failed" in text:
+    mixed = "mixed torch.Tensor and DTensor" in text
+    if "Sharding propagation failed" in text or (mixed and _in_optimizer(exc)):
         return (
             f"torch does not support this operation on sharded weights (strategy={run.engine.strategy.name!r}): use another "
             "optimizer or operation, or strategy='ddp'"
         )
-    if "mixed torch.Tensor and DTensor" in text:
+    if mixed:
         return (
             f"a parameter was used outside of the unit that holds it{_where(run, exc)}: strategy={run.engine.strategy.name!r} gathers "
             "a unit's parameters while its forward runs; call that layer, or choose strategy='ddp'"
@@ -157,6 +159,11 @@ def _frame(run: Run, exc: BaseException) -> FrameType | None:
             innermost = step.tb_frame
         step = step.tb_next
     return innermost
+
+
+def _in_optimizer(exc: BaseException) -> bool:
+    frames = (frame for frame, _ in traceback.walk_tb(exc.__traceback__))
+    return any(isinstance(frame.f_locals.get("self"), torch.optim.Optimizer) for frame in frames)
 
 
 def _where(run: Run, exc: BaseException) -> str:
