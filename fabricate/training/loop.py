@@ -107,7 +107,13 @@ def windows(run: Run) -> Iterator[Window]:
         remaining = _beginning_alike(run, source, remaining)
     if not progress.position and run.optim.total_steps not in (None, run.settings.max_steps):
         remaining = _as_long_as_said(run, source, remaining)
+    begun = progress.position
     yield from turns(run, remaining) if run.optim.turns else remaining
+    if begun and progress.position == begun:
+        raise ConfigurationError(
+            f"train has no update left after position {begun}, at which this epoch continues. If drop_last=True leaves out the "
+            "rest because it is smaller than the new global batch: continue with that of the checkpoint, or set drop_last=False"
+        )
     # The position is also 0 after the last window, but then micro-batches were counted.
     if progress.position == 0 and not progress.micro_step:
         raise ConfigurationError(

@@ -580,6 +580,21 @@ def test_the_end_of_an_epoch_is_validated_also_if_the_global_batch_changed_withi
     assert ended[-1] == 3
 
 
+def test_an_epoch_whose_rest_is_smaller_than_the_new_global_batch_is_an_error_and_no_endless_loop(
+    tmp_path: Path,
+) -> None:
+    def train(accumulation: int, steps: int, drop_last: bool) -> int:
+        options: dict[str, Any] = {"run_dir": tmp_path, "progress": False, "accept_changes": ("global_batch_size",)}
+        rows = torch.utils.data.DataLoader(ROWS[:8], batch_size=2, drop_last=drop_last)
+        trainer = Trainer(max_steps=steps, gradient_accumulation_steps=accumulation, **options)
+        return trainer.fit(Regression(), rows).steps
+
+    train(1, 3, drop_last=True)
+    with pytest.raises(ConfigurationError, match="no update left after position 6, at which this epoch continues"):
+        train(2, 9, drop_last=True)
+    assert train(2, 9, drop_last=False) == 9
+
+
 def test_a_share_of_an_epoch_without_a_length_is_refused() -> None:
     class Endless:
         def __iter__(self) -> Any:
