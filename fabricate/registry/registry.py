@@ -142,7 +142,9 @@ class Registry:
         self._collect(plugin, name, origin, "active")
         offered = [o for offers in self._offers.values() for o in offers if o.plugin == name]
         if offered and origin.distribution and not any(hasattr(plugin, hook) for hook in EVENTS):
-            chosen = " or ".join(f"{o.kind}={o.name!r}" for o in offered)
+            chosen = " or ".join(
+                f"trackers=[{o.name!r}]" if o.kind == "tracker" else f"{o.kind}={o.name!r}" for o in offered
+            )
             raise PluginError(
                 f"plugins={name!r}: this plugin implements no hook, it only offers names; choose one with {chosen}"
             )

@@ -282,6 +282,13 @@ def test_a_plugin_that_only_offers_names_is_no_plugin_to_activate(install: Insta
         Registry(["mars"])
 
 
+def test_a_tracker_given_as_a_plugin_is_told_the_argument_for_trackers(install: Install) -> None:
+    code = "@hookimpl\ndef register_trackers(register): register('logs', dict, summary='logs')"
+    install("fabricate-logs", code, name="logs")
+    with pytest.raises(PluginError, match=r"it only offers names; choose one with trackers=\['logs'\]"):
+        Registry(["logs"])
+
+
 def test_a_listener_asked_for_as_a_strategy_is_told_from_a_misspelt_name(install: Install) -> None:
     install("fabricate-moon", "class Moon(Callback):\n    def on_step(self): pass", name="moon", attribute="Moon")
     with pytest.raises(ConfigurationError, match=r"'moon' is a plugin that implements hooks: use plugins=\['moon'\]"):
