@@ -58,12 +58,22 @@ def command(
     if nnodes == 1 and master_addr is None and master_port is None:
         meeting = ["--standalone"]
     else:
+        address, port = master_addr or "127.0.0.1", str(master_port or 29500)
         meeting = ["--nnodes", str(nnodes), "--node-rank", str(node_rank)]
-        meeting += ["--master-addr", master_addr or "127.0.0.1", "--master-port", str(master_port or 29500)]
+        meeting += (
+            _restarting(address, port, node_rank) if max_restarts else ["--master-addr", address, "--master-port", port]
+        )
     given = {"--numa-binding": numa_binding, "--max-restarts": max_restarts or None, "--nproc-per-node": nproc}
     options = [text for option, value in given.items() if value is not None for text in (option, str(value))]
     # Without "--", torchrun reads an argument of the script as an abbreviated option: "ambiguous option: --log".
     return [*runner, *meeting, *options, "--module", "--", "fabricate.cli.rank", script, *arguments]
+
+
+def _restarting(address: str, port: str, node_rank: int) -> list[str]:
+    """The options by which nodes meet that may restart. With torchrun's static rendezvous, the ranks would find each other's addresses from
+    before the restart, and nodes would not notice that another one restarts."""
+    options = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{address}:{port}", "--rdzv-id", "fabricate"]
+    return [*options, "--rdzv-conf", f"is_host={int(node_rank == 0)}"]
 
 
 def _check_places(nproc: int | str, nnodes: int, node_rank: int, master_addr: str | None) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -42,9 +43,9 @@ trainer.fit(Module(), rows, batch_size=4)
 KILLS, RANKS = 3, 2
 
 
-def command(folder: Path, run_dir: str, *options: str) -> list[str]:
-    run = [sys.executable, "-m", "fabricate", "run", "train.py", "--nproc", str(RANKS), "--shutdown-timeout", "3"]
-    (folder / f"pids-{run_dir}").mkdir()
+def command(folder: Path, run_dir: str, *options: str, ranks: int = RANKS) -> list[str]:
+    run = [sys.executable, "-m", "fabricate", "run", "train.py", "--nproc", str(ranks), "--shutdown-timeout", "3"]
+    (folder / f"pids-{run_dir}").mkdir(exist_ok=True)
     return [*run, *options, "--", run_dir, f"pids-{run_dir}"]
 
 
@@ -76,6 +77,35 @@ def test_ranks_killed_at_random_moments_end_as_if_undisturbed(folder: Path, stra
         finally:
             running.kill()
     assert f"restart {KILLS} of {KILLS}: all ranks start again" in (folder / "output").read_text()
+    compared = [sys.executable, "-m", "fabricate", "diff", "whole", "killed"]
+    process = subprocess.run(compared, cwd=folder, capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stdout
+
+
+def test_the_ranks_of_all_nodes_start_again_after_one_was_killed_in_a_fit(folder: Path) -> None:
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    subprocess.run(command(folder, "whole"), cwd=folder, env=environment, check=True, capture_output=True)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        meeting = ["--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", str(free.getsockname()[1])]
+    with (folder / "output").open("w") as output:
+        nodes = []
+        for node in ("0", "1"):
+            options = (*meeting, "--max-restarts", "2", "--node-rank", node)
+            run = command(folder, "killed", *options, ranks=1)
+            nodes.append(subprocess.Popen(run, cwd=folder, env=environment, stdout=output, stderr=output))
+        try:
+            deadline = time.monotonic() + 120
+            while not list((folder / "killed" / "checkpoints").glob("step-*")):
+                assert time.monotonic() < deadline, (folder / "output").read_text()
+                time.sleep(0.01)
+            one = random.Random(time.time()).choice(list((folder / "pids-killed").iterdir()))
+            os.kill(int(one.name.rpartition("-")[2]), signal.SIGKILL)
+            assert [node.wait(300) for node in nodes] == [0, 0], (folder / "output").read_text()
+        finally:
+            for node_process in nodes:
+                node_process.kill()
+    assert "resumed from" in (folder / "output").read_text()
     compared = [sys.executable, "-m", "fabricate", "diff", "whole", "killed"]
     process = subprocess.run(compared, cwd=folder, capture_output=True, text=True, check=False)
     assert process.returncode == 0, process.stdout
