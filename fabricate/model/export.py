@@ -14,10 +14,11 @@ from fabricate.checkpoint.state.logical import export_tensors, whole_chunk
 from fabricate.errors import few
 from fabricate.model.building import adapted_models, pretrained_models
 from fabricate.strategies.base import Strategy
+from fabricate.strategies.quantised import quantised_weights
 
 
 def notes_of_export(module: torch.nn.Module) -> Iterator[str]:
-    """A note if `export_model` leaves out parameters, because it writes only the transformers model or the adapter inside `module`."""
+    """Notes if `export_model` leaves out parameters: those outside of a transformers model or an adapter in `module`, or quantised ones."""
     models, adapters = pretrained_models(module), adapted_models(module)
     written = adapters if len(adapters) == 1 else models if len(models) == 1 and not adapters else [module]
     inside = {id(parameter) for model in written for parameter in model.parameters()}
@@ -26,6 +27,11 @@ def notes_of_export(module: torch.nn.Module) -> Iterator[str]:
         yield (
             f"RUN_DIR/model/ will hold the {what} alone, without {few(outside)}, which are in checkpoints only. To write them too, define "
             "export(self, path); `fabricate ckpt export` writes all weights of a checkpoint"
+        )
+    if written == [module] and (quantised := list(quantised_weights(module))):
+        yield (
+            f"RUN_DIR/model/ will hold the weights without {few(quantised)}: as in checkpoints, quantised weights are left out, which the "
+            "script loads. To write them too, define export(self, path)"
         )
 
 
@@ -53,8 +59,9 @@ def export_model(module: torch.nn.Module, strategy: Strategy, path: Path, *, mai
 
 
 def _export_tensors(module: torch.nn.Module, strategy: Strategy, path: Path | None) -> None:
-    """Write model.safetensors. `path` is None on the ranks that do not write."""
-    tensors = export_tensors(module, strategy)
+    """Write model.safetensors, without quantised weights. `path` is None on the ranks that do not write."""
+    quantised = quantised_weights(module)
+    tensors = [(name, tensor) for name, tensor in export_tensors(module, strategy) if name not in quantised]
     chunks = [whole_chunk(name, tensor, strategy) for name, tensor in tensors]
     if path is None:
         for (_, tensor), chunk in zip(tensors, chunks, strict=True):

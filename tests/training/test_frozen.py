@@ -14,6 +14,8 @@ import pytest
 import torch
 import transformers
 from click.testing import CliRunner
+from safetensors.torch import load_file
+from torchao.quantization import Int8WeightOnlyConfig, quantize_
 
 from fabricate import Callback, CheckpointError, ConfigurationError, Trainer, TrainModule
 from fabricate.checkpoint.format.directory import Reader
@@ -440,4 +442,34 @@ def test_an_overridden_train_decides_what_stays_in_eval_mode(capsys: pytest.Capt
     assert "note: in eval mode, as set: backbone" in printed
     assert (
         "note: frozen, but in train mode, so that their running statistics change with every batch: moving;" in printed
+    )
+
+
+class Taught(TrainModule):
+    """Learns from a quantised teacher inside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.teacher = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.Linear(64, 3)).requires_grad_(False)
+        quantize_(self.teacher, Int8WeightOnlyConfig(version=2))
+        self.student = torch.nn.Linear(32, 3)
+
+    def training_step(self, batch: torch.Tensor) -> torch.Tensor:
+        return (self.student(batch) - self.teacher(batch)).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.student.parameters(), lr=0.1)
+
+
+def test_an_export_leaves_out_quantised_weights_with_a_note(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    module = Taught()
+    Trainer(max_steps=2, run_dir=tmp_path, progress=False).fit(module, torch.randn(8, 32), batch_size=4)
+    exported = load_file(tmp_path / "model" / "model.safetensors")
+    assert sorted(exported) == ["student.bias", "student.weight", "teacher.0.bias", "teacher.1.bias"]
+    assert torch.equal(exported["student.weight"], module.student.weight)
+    printed = capsys.readouterr()
+    assert (
+        "will hold the weights without teacher.0.weight, teacher.1.weight: as in checkpoints"
+        in printed.out + printed.err
     )
