@@ -62,6 +62,34 @@ def test_the_command_ends_with_1_where_a_split_differs_and_prints_numbers_for_pr
     assert report["largest"] > 1e-3
 
 
+NORMED = """
+import torch
+from fabricate import Trainer, TrainModule
+
+class Net(TrainModule):
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.Sequential(torch.nn.Conv1d(3, 3, 1), torch.nn.BatchNorm1d(3))
+
+    def training_step(self, batch):
+        return self.layers(batch).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+Trainer(max_steps=2, seed=1).fit(Net(), torch.arange(48.0).reshape(8, 3, 2), batch_size=4)
+"""
+
+
+def test_batch_norm_is_named_on_several_ranks_too(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(NORMED)
+    options = ["--global-batch", "4", "--worlds", "1,2", "--steps", "2"]
+    shown = CliRunner().invoke(main, ["check-invariance", *options, str(tmp_path / "train.py")])
+    assert shown.exit_code == 1, shown.output
+    assert "layers.1 is a BatchNorm. It takes its statistics from each micro-batch" in shown.output
+    assert "2 x 2 x 1" in shown.output
+
+
 def test_a_script_that_fails_or_trains_nothing_is_told_so(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text("print('hello'); raise SystemExit(3)")
