@@ -56,7 +56,7 @@ class NEFTune(Callback):
     def on_teardown(self) -> None:
         for handle in self._handles:
             handle.remove()
-        self._handles = []
+        self._handles, self._lengths = [], []
 
     def _note_lengths(self, names: list[str], model: Any, positional: tuple[Any, ...], named: dict[str, Any]) -> None:
         arguments = dict(zip(names, positional, strict=False)) | named
