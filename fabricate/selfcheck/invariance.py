@@ -7,7 +7,6 @@ Owns the factorisations, their starts, and the comparison. Must not know torch o
 from __future__ import annotations
 
 import json
-import re
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -168,6 +167,11 @@ def _notes(folder: Path, split: Split) -> dict[str, Any]:
     return notes
 
 
+def _of_further_rank(name: str) -> bool:
+    """Whether `name` is a buffer of a rank that has no counterpart in one process."""
+    return name.startswith("rank/") and not name.startswith("rank/00000/")
+
+
 def _compared(folder: Path, first: Split, split: Split, notes: Mapping[Split, dict[str, Any]]) -> Split:
     ours, whole = notes[split]["losses"], notes[first]["losses"]
     if len(ours) != len(whole):
@@ -178,9 +182,7 @@ def _compared(folder: Path, first: Split, split: Split, notes: Mapping[Split, di
     loss = max(abs(a - b) / max(abs(b), 1e-30) if a != b else 0.0 for a, b in zip(ours, whole, strict=True))
     ends = [Path(_trial(folder, each, 0).notes, "end") for each in (split, first)]
     with Reader(ends[0]) as a, Reader(ends[1]) as b:
-        # Buffers of further ranks have no counterpart in one process.
-        shared = re.compile(r"(?!rank/)|rank/0+/")
-        differences = [d for d in compare(a, b) if d.component == "weights" and shared.match(d.name)]
+        differences = [d for d in compare(a, b) if d.component == "weights" and not _of_further_rank(d.name)]
     odd = next((d for d in differences if d.relative is None), None)
     if odd is not None:
         raise FabricateError(f"split as {split}, {odd.name} is {odd.text}")
