@@ -6,6 +6,7 @@ Must not know: Accelerate, strategies, the format of checkpoints (except to read
 from __future__ import annotations
 
 import contextlib
+import copy
 import difflib
 import functools
 import inspect
@@ -155,8 +156,7 @@ class TrainModule(torch.nn.Module, Listener):
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         self = super().__new__(cls)
         # Not through Module.__setattr__, because torch's __init__ has not run yet.
-        given = tuple(map(_as_given, args)), {name: _as_given(value) for name, value in kwargs.items()}
-        object.__setattr__(self, "_arguments", given)
+        _record(self, args, kwargs)
         object.__setattr__(self, "_trainer", None)
         object.__setattr__(self, "_outer", None)
         object.__setattr__(self, "_logged", [])
@@ -168,6 +168,8 @@ class TrainModule(torch.nn.Module, Listener):
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
+        if own := vars(cls).get("__new__"):  # it may pass no arguments on
+            cls.__new__ = staticmethod(_recording(own.__func__))  # type: ignore[method-assign]
         if not hasattr(cls.configure_model, "_runs_once") and cls.configure_model is not TrainModule.configure_model:
             cls.configure_model = _once(cls.configure_model)  # type: ignore[assignment, method-assign]
 
@@ -291,7 +293,7 @@ class TrainModule(torch.nn.Module, Listener):
         that it does not log itself is part of the next result that validation logs, as in Lightning: use one object per stage). If a
         value is computed from sharded parameters (a `DTensor`), the parts of all ranks are combined, so all ranks have to log it.
         `reduce`: "mean" averages over micro-batches and ranks, weighted by `weight` (default: the weight of the micro-batch; in hooks
-        outside of updates, 1 per rank); "sum" adds up.
+        outside of updates, 1 per rank); "sum" adds up. What the steps of a skipped update log is left out; `on_step_skipped` may log.
 
         Values logged in `on_eval_start` and `on_eval_end` are added to the metrics of that evaluation, those logged in
         `on_epoch_end` to the metrics of that epoch. In a training step, the name "loss" is taken: the loss that the step returns is
@@ -426,6 +428,24 @@ def refusing_logs(module: TrainModule, reason: str) -> Iterator[None]:
         object.__setattr__(module, "_no_log", before)
 
 
+def _record(module: TrainModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    given = tuple(map(_as_given, args)), {name: _as_given(value) for name, value in kwargs.items()}
+    object.__setattr__(module, "_arguments", given)
+
+
+def _recording(new: Callable[..., Any]) -> Callable[..., Any]:
+    """The method `__new__` of a subclass, and a record of its arguments."""
+
+    @functools.wraps(new)
+    def recording(cls: type[TrainModule], *args: Any, **kwargs: Any) -> Any:
+        module = new(cls, *args, **kwargs)
+        if isinstance(module, TrainModule):
+            _record(module, args, kwargs)
+        return module
+
+    return recording
+
+
 def recorded(module: TrainModule) -> tuple[dict[str, Any], list[str]]:
     """The constructor arguments of `module` by name (of `*args` as a list) that JSON can hold, or that are tuples of what it can hold, and
     the names of the others."""
@@ -453,8 +473,7 @@ def _as_given(value: Any) -> Any:
     from fabricate.checkpoint.format.arguments import plain
 
     try:
-        copy = plain(value)
-        return copy if copy == value else value
+        return copy.deepcopy(value) if plain(value) == value else value
     except (TypeError, ValueError):
         return value
 

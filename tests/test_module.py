@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from fabricate import Callback, CheckpointError, ConfigurationError, FabricateError, Trainer, TrainModule
+from fabricate.checkpoint.format.arguments import read
 from fabricate.module import overrides, recorded, step_function
 
 ROWS = [(torch.full((3,), float(row)), torch.tensor([float(row)])) for row in range(8)]
@@ -297,8 +298,66 @@ def test_a_tuple_is_recorded_and_comes_back_as_one(tmp_path: Path) -> None:
         _fit(Regression(pair=(8, 5)), run_dir=tmp_path, max_steps=3)
 
 
+class Columns(TrainModule):
+    """Concatenates embeddings in the order of its columns."""
+
+    def __init__(self, sizes: dict[str, int], **more: int) -> None:
+        super().__init__()
+        self.columns = sizes | more
+        self.embeddings = torch.nn.ModuleDict(
+            {name: torch.nn.Embedding(size, 2) for name, size in self.columns.items()}
+        )
+        self.head = torch.nn.Linear(2 * len(self.columns), 1)
+
+    def forward(self, batch: Any) -> torch.Tensor:
+        parts = [embedding(batch[name]) for name, embedding in self.embeddings.items()]
+        out: torch.Tensor = self.head(torch.cat(parts, 1))
+        return out
+
+    def training_step(self, batch: Any) -> torch.Tensor:
+        return self(batch).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def test_the_order_of_a_mapping_and_of_keyword_arguments_is_recorded(tmp_path: Path) -> None:
+    module = Columns({"work": 3, "age": 5, "city": 2}, size=4, colour=2)
+    rows = [{name: torch.tensor(n % 2) for name in module.columns} for n in range(4)]
+    Trainer(max_steps=1, run_dir=tmp_path, progress=False).fit(module, rows, batch_size=4)
+    again = Columns.load_from_checkpoint(tmp_path)
+    assert list(again.columns) == ["work", "age", "city", "size", "colour"]
+    batch = torch.utils.data.default_collate(rows)
+    assert torch.equal(again(batch), module(batch))
+
+
+def test_a_whole_number_of_any_size_is_recorded(tmp_path: Path) -> None:
+    _fit(Regression(6, large=2**70), run_dir=tmp_path)
+    assert Regression.load_from_checkpoint(tmp_path).rest == {"large": 2**70}
+
+
+def test_arguments_are_recorded_where_a_class_with_its_own_new_passes_none_on(tmp_path: Path) -> None:
+    class Own(Regression):
+        def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+            return super().__new__(cls)
+
+    class Further(Own):
+        pass
+
+    for kind in (Own, Further):
+        _fit(kind(6, depth=2), run_dir=tmp_path / kind.__name__)
+        again = kind.load_from_checkpoint(tmp_path / kind.__name__)
+        assert (again.layers[0].out_features, again.rest) == (6, {"depth": 2})
+
+
+def test_arguments_in_a_checkpoint_of_an_earlier_version_are_read() -> None:
+    entries = {"arguments": {"a": {"x": 1}, "pair": [8, 4]}, "tuples": ["pair"], "unrecorded": ["act"]}
+    assert read(entries) == ({"a": {"x": 1}, "pair": (8, 4)}, ["act"])
+
+
 def test_an_enumeration_is_not_recorded_because_it_would_come_back_as_a_text() -> None:
-    assert recorded(Regression(act=Kind.WIDE)) == ({}, ["act"])
+    for given in (Kind.WIDE, [Kind.WIDE], {"a": [Kind.WIDE]}, {Kind.WIDE: 1}):
+        assert recorded(Regression(act=given)) == ({}, ["act"])
 
 
 def test_a_mapping_is_recorded_as_it_was_given_though_the_constructor_takes_from_it(tmp_path: Path) -> None:

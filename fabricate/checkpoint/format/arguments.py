@@ -1,5 +1,4 @@
-"""The constructor arguments of a module in a checkpoint: what JSON can hold, and tuples of it, which JSON has as lists. Must not know:
-modules, files."""
+"""The constructor arguments of a module in a checkpoint: what JSON can hold, and tuples of it. Must not know: modules, files."""
 
 from __future__ import annotations
 
@@ -9,6 +8,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy
+
+from fabricate.checkpoint.format.codec import decode, encode
+from fabricate.errors import CheckpointError
 
 __all__ = ["plain", "read", "recordable", "written"]
 
@@ -20,8 +22,9 @@ def recordable(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     for name, value in values.items():
         try:
             copy = tuple(plain(value)) if type(value) is tuple else plain(value)
-            same = not isinstance(value, enum.Enum) and bool(copy == value)
-        except (TypeError, ValueError):
+            encode(copy, _no_name)
+            same = not _has_enumeration(value) and bool(copy == value)
+        except (TypeError, ValueError, CheckpointError):
             same = False
         if same:
             held[name] = copy
@@ -31,17 +34,20 @@ def recordable(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
 
 
 def written(held: Mapping[str, Any], lost: Sequence[str]) -> dict[str, Any]:
-    """The entries of the checkpoint for what `recordable` returned."""
-    tuples = [name for name, value in held.items() if isinstance(value, tuple)]
-    arguments = {name: list(value) if name in tuples else value for name, value in held.items()}
-    return {"arguments": arguments, "tuples": tuples, "unrecorded": list(lost)}
+    """The entries of the checkpoint for what `recordable` returned. They keep the order of the arguments and of the keys of a dict, which
+    JSON files of a checkpoint sort: a constructor may build its layers in this order."""
+    arguments = {name: encode(value, _no_name) for name, value in held.items()}
+    return {"arguments": arguments, "order": list(held), "unrecorded": list(lost)}
 
 
 def read(entries: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """What `recordable` returned, of the entries of a checkpoint."""
-    tuples = entries.get("tuples", ())
-    given = {name: tuple(value) if name in tuples else value for name, value in entries["arguments"].items()}
-    return given, list(entries["unrecorded"])
+    given = entries["arguments"]
+    order = entries.get("order", given)
+    tuples = entries.get("tuples", ())  # of checkpoints of earlier versions, which have a tuple as a list
+    values: dict[str, Any] = {name: decode(given[name], _unexpected) for name in order}
+    values |= {name: tuple(values[name]) for name in tuples}
+    return values, list(entries["unrecorded"])
 
 
 def plain(value: Any) -> Any:
@@ -50,7 +56,22 @@ def plain(value: Any) -> Any:
     return json.loads(json.dumps(value, allow_nan=False, default=_number))
 
 
+def _has_enumeration(value: Any) -> bool:
+    """Whether `value` is or holds a member of an enumeration: JSON would give its text or number back, which is equal to it."""
+    if isinstance(value, dict):
+        return any(map(_has_enumeration, (*value, *value.values())))
+    return isinstance(value, enum.Enum) or (isinstance(value, list | tuple) and any(map(_has_enumeration, value)))
+
+
 def _number(value: Any) -> Any:
     if isinstance(value, numpy.generic):
         return value.item()
     raise TypeError(f"{type(value).__name__} is not JSON")
+
+
+def _no_name(path: str, value: object) -> None:
+    """No argument is stored as a tensor of the checkpoint."""
+
+
+def _unexpected(name: str) -> object:
+    raise CheckpointError(f"a constructor argument in the checkpoint refers to the tensor {name!r}")

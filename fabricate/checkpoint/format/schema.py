@@ -45,6 +45,7 @@ _SHARED: Final = {
     "metrics_bytes": int,
 }
 _OWN: Final = {"rng": dict, "metrics": dict, "buffers": [str], "torchmetrics": dict}
+_LATER_OF_MODULE: Final = {"order": [str], "tuples": [str]}
 _LATER: Final = {
     "weight_per_row": _Each(float),
     "weighed_by": _Each(str),
@@ -55,7 +56,7 @@ _LATER: Final = {
     "surplus_updates": int,
     "last_norm": dict,
 }
-"""Keys of either file that checkpoints of earlier versions may lack."""
+"""Keys of either file, and above of its module, that checkpoints of earlier or of this version may lack."""
 
 
 def shared_state(reader: Reader) -> Any:
@@ -63,13 +64,18 @@ def shared_state(reader: Reader) -> Any:
     structure."""
     tree: Any = reader.json("state.json")
     weights_only = isinstance(tree, dict) and ("imported" in tree or tree.get("weights_only") is True)
-    shape = {"module": _MODULE} if weights_only else _with_later(_SHARED, tree)
+    shape = {"module": _MODULE} if weights_only else _with_later(_SHARED, tree, _LATER)
     _check(tree, shape, f"checkpoint {reader.path}: state.json")
+    _check(
+        tree["module"],
+        _with_later(_MODULE, tree["module"], _LATER_OF_MODULE),
+        f"checkpoint {reader.path}: state.json: module",
+    )
     return tree
 
 
-def _with_later(shape: Mapping[str, Any], tree: Any) -> dict[str, Any]:
-    return {**shape, **{key: below for key, below in _LATER.items() if isinstance(tree, dict) and key in tree}}
+def _with_later(shape: Mapping[str, Any], tree: Any, later: Mapping[str, Any]) -> dict[str, Any]:
+    return {**shape, **{key: below for key, below in later.items() if isinstance(tree, dict) and key in tree}}
 
 
 def saved_world_size(reader: Reader) -> int:
@@ -83,7 +89,7 @@ def own_state(reader: Reader, rank: int) -> Any:
     """The content of the file of one rank, such as rank-00000.json. Raises CheckpointError for any other structure."""
     name = f"rank-{rank:05d}.json"
     tree: Any = reader.json(name)
-    _check(tree, _with_later(_OWN, tree), f"checkpoint {reader.path}: {name}")
+    _check(tree, _with_later(_OWN, tree, _LATER), f"checkpoint {reader.path}: {name}")
     return tree
 
 

@@ -78,6 +78,7 @@ def _data(run: RunFiles) -> dict[str, Any]:
 
 def _configuration(run: RunFiles) -> dict[str, Any]:
     """The arguments of the Trainer and the module, and the options of optimizers and plugins, in the newest checkpoint."""
+    from fabricate.checkpoint.format import arguments
     from fabricate.checkpoint.format.directory import Reader
 
     if not run.checkpoints:
@@ -85,11 +86,11 @@ def _configuration(run: RunFiles) -> dict[str, Any]:
     with Reader(run.checkpoints[-1].path) as reader:
         state: Any = reader.json("state.json")
     configured = state.get("configuration", {})
-    module = state.get("module", {})
+    module = state["module"]
     values = {f"Trainer({name})": value for name, value in configured.get("trainer", {}).items()}
     values |= configured.get("optimizers", {}) | configured.get("plugins", {})
-    values |= {f"{module.get('class', 'module')}({name})": value for name, value in module.get("arguments", {}).items()}
-    return {"module": module.get("class", ""), **values}
+    values |= {f"{module['class']}({name})": value for name, value in arguments.read(module)[0].items()}
+    return {"module": module["class"], **values}
 
 
 def _metrics(first: RunFiles, second: RunFiles) -> Iterator[Different]:

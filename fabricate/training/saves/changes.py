@@ -128,10 +128,12 @@ def _listed(value: Any) -> Any:
 
 def _arguments(module: TrainModule, then: Mapping[str, Any]) -> Iterator[Change]:
     """Constructor arguments that differ; an omitted argument has its default."""
+    from fabricate.checkpoint.format import arguments
+
     held, lost = recorded(module)
     parameters = inspect.signature(type(module).__init__).parameters.values()
     defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
-    now, saved = defaults | held, defaults | then["arguments"]
+    now, saved = defaults | held, defaults | arguments.read(then)[0]
     for name in dict.fromkeys((*saved, *now)):
         values = saved.get(name, "not given"), now.get(name, "not given")
         values = _listed(values[0]), _listed(values[1])
