@@ -157,7 +157,7 @@ class Events:
     @hookspec
     def on_step_skipped(self, trainer: Any, module: Any, step: int, reason: str) -> None:
         """Called when an update was not applied (fp16 overflow, non-finite gradients under `nonfinite="skip"`). `step`: the number of
-        updates applied so far; a skipped update does not increase it."""
+        updates applied so far; a skipped update does not increase it. What its steps logged is left out of the log; this hook may log."""
 
     @hookspec
     def on_log(self, trainer: Any, module: Any, metrics: dict[str, float], step: int) -> None:

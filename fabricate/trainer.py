@@ -253,7 +253,8 @@ class Trainer:
     @property
     def epoch(self) -> int:
         """The index of the current pass over the data, from 0. It does not change before the evaluation and the hooks at the end of
-        the pass have run. After a fit, the number of complete passes."""
+        the pass have run. In the hooks after training (`on_complete`, `on_export`, `on_fit_end`), the index of the last pass. After a fit,
+        the number of complete passes."""
         if self._run is not None and self._run.now.epoch is not None:
             return self._run.now.epoch
         return self._counted().progress.epoch

@@ -17,7 +17,7 @@ from fabricate.strategies.base import Strategy
 from fabricate.strategies.quantised import quantised_weights
 
 
-def notes_of_export(module: torch.nn.Module) -> Iterator[str]:
+def notes_of_export(module: torch.nn.Module, strategy: Strategy) -> Iterator[str]:
     """Notes if `export_model` leaves out parameters: those outside of a transformers model or an adapter in `module`, or quantised ones."""
     models, adapters = pretrained_models(module), adapted_models(module)
     written = adapters if len(adapters) == 1 else models if len(models) == 1 and not adapters else [module]
@@ -28,7 +28,8 @@ def notes_of_export(module: torch.nn.Module) -> Iterator[str]:
             f"RUN_DIR/model/ will hold the {what} alone, without {few(outside)}, which are in checkpoints only. To write them too, define "
             "export(self, path); `fabricate ckpt export` writes all weights of a checkpoint"
         )
-    if written == [module] and (quantised := list(quantised_weights(module))):
+    model_writes_itself = written != [module] and not (strategy.shards_parameters and not adapters)
+    if not model_writes_itself and (quantised := list(quantised_weights(module))):
         yield (
             f"RUN_DIR/model/ will hold the weights without {few(quantised)}: as in checkpoints, quantised weights are left out, which the "
             "script loads. To write them too, define export(self, path)"

@@ -28,6 +28,12 @@ def finish_fit(run: Run, reason: str) -> None:
 
 
 def _finish(run: Run, reason: str) -> None:
+    progress = run.progress  # of a fit that had nothing to train, too: a complete run that is started again
+    run.now.epoch = progress.epoch - (progress.position == 0 and progress.epoch > 0)
+    if progress.skipped and not progress.step:
+        run.journal.note(
+            f"no update was applied: all {progress.skipped} were skipped, so the weights are those of the beginning"
+        )
     saving.save(run, last=True)
     eval_mode(run)  # the weights that are exported and that the module keeps
     preempted = reason == "preempted"
@@ -61,14 +67,15 @@ def _complete(run: Run) -> None:
     """Let listeners change the final weights, and validate these if a listener requests it. All ranks."""
     if run.calls.on_complete is None:
         return
-    requests, progress = run.requests, run.progress
+    requests = run.requests
     requests.evaluate = False  # discards a request that came after the last boundary
     run.now.complete = True
     run.calls.on_complete(run.trainer, run.module)
     run.now.complete = False
     if run.engine.agree([int(requests.evaluate)])[0] and run.validation:
         with refusing_logs(run.module, ""), run.journal.stopwatch.apart():
-            validate(run, progress.epoch - (progress.position == 0 and progress.epoch > 0))
+            assert run.now.epoch is not None
+            validate(run, run.now.epoch)
 
 
 def _load_best(run: Run) -> int:

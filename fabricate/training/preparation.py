@@ -292,7 +292,7 @@ def _plan(run: Run, resolved: Resolved, data: Data) -> Plan:
     resolved = dataclasses.replace(resolved, seed=(run.source.seed, resolved.seed[1]))
     run.notes.extend([*unsaved_notes(run), *_repeated(run)])
     if run.run_dir is not None and not overrides(module, "export"):
-        run.notes.extend(notes_of_export(module))
+        run.notes.extend(notes_of_export(module, engine.strategy))
     return make_plan(run.settings, resolved, module, data, optim.optimizers, optim.schedules, run.notes, needed)
 
 

@@ -258,6 +258,32 @@ def test_ranks_with_unlike_bases_and_codes_that_would_be_rounded_are_refused(bas
     assert "are stored as float16" in rounded
 
 
+class Headed(Adapted):
+    """Trains the head of a quantised model, without an adapter."""
+
+    def configure_model(self) -> None:
+        self.model = transformers.AutoModelForCausalLM.from_pretrained(
+            self.base, quantization_config=quantization(self.kind), device_map={"": "cpu"}
+        )
+        self.model.requires_grad_(False)
+        self.model.lm_head.requires_grad_(True)
+
+
+def test_a_sharded_model_without_an_adapter_is_exported_without_quantised_weights_and_a_note_says_so(
+    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from safetensors.torch import load_file
+
+    settings: dict[str, Any] = {"precision": "fp32", "progress": False, "seed": 1, "strategy": "fsdp"}
+    trainer = Trainer(max_steps=1, run_dir=tmp_path, print_plan="full", **settings)
+    trainer.fit(Headed(base, "nf4"), ROWS, batch_size=4, shuffle=False)
+    exported = load_file(tmp_path / "model" / "model.safetensors")
+    assert "lm_head.weight" in exported
+    assert "model.layers.0.self_attn.q_proj.weight" not in exported
+    printed = "".join(capsys.readouterr())
+    assert "will hold the weights without model.model.layers.0.self_attn.q_proj.weight" in printed
+
+
 def test_another_base_on_resume_is_an_error_that_names_it(base: Path, tmp_path: Path) -> None:
     fit(base, "nf4", tmp_path / "run", steps=2)
     text = rf"not the ones it was trained with: .*then loaded from '{re.escape(str(base))}'"

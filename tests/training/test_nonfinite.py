@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -146,3 +147,35 @@ def test_updates_that_are_not_finite_are_skipped_on_request() -> None:
     assert hears.skips == [(1, "non-finite gradients")]
     assert result.steps == 3
     assert all(torch.isfinite(weight).all() for weight in weights(module))
+
+
+class Counting(TrainModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(3, 1)
+
+    def training_step(self, batch: torch.Tensor) -> torch.Tensor:
+        self.log("rows", len(batch), reduce="sum")
+        loss: torch.Tensor = self.layer(batch).square().mean()
+        return loss
+
+    def on_step_skipped(self) -> None:
+        self.log("skipped", 1, reduce="sum")
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+def test_what_a_skipped_update_logs_is_left_out_and_what_its_hook_logs_is_recorded() -> None:
+    rows = torch.ones(32, 3)
+    rows[[5, 17]] = float("nan")
+    result = Trainer(max_epochs=1, nonfinite="skip", progress=False).fit(Counting(), rows, batch_size=4, shuffle=False)
+    assert (result.steps, result.metrics["epoch_rows"], result.metrics["epoch_skipped"]) == (6, 24, 2)
+    assert math.isfinite(result.metrics["epoch_loss"])
+
+
+def test_a_fit_whose_updates_were_all_skipped_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = torch.full((8, 3), 1e30)  # whose square is no float32
+    trainer = Trainer(max_epochs=1, nonfinite="skip", progress=False)
+    assert trainer.fit(Counting(), rows, batch_size=4).steps == 0
+    assert "note: no update was applied: all 2 were skipped" in capsys.readouterr().err

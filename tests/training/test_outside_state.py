@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import array
 import collections
 import contextlib
 import copy
@@ -339,6 +340,10 @@ HOLDERS: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
         lambda: types.SimpleNamespace(loss=functools.partial(torch.nn.functional.huber_loss, delta=1.0)),
         lambda it: setattr(it, "loss", functools.partial(torch.nn.functional.huber_loss, delta=0.5)),
     ),
+    "array": (lambda: array.array("d"), lambda it: it.append(1.0)),
+    "ChainMap": (lambda: collections.ChainMap({"x": [0.0]}), lambda it: it["x"].append(1.0)),
+    "UserList": (collections.UserList, lambda it: it.append(1.0)),
+    "mapping proxy": (lambda: types.MappingProxyType({"x": [0.0]}), lambda it: it["x"].append(1.0)),
     "300 tensors in an object": (
         lambda: types.SimpleNamespace(shadow={n: torch.zeros(1) for n in range(300)}),
         lambda it: it.shadow[250].add_(1),

@@ -99,6 +99,82 @@ class CountsInItsClass(Plain):
         type(self).steps += 1
 
 
+class Counter:
+    steps = 0
+
+    @classmethod
+    def count(cls) -> None:
+        cls.steps += 1
+
+
+class Limits:
+    """A class with a value that a method names and nothing changes."""
+
+    steps = 3
+
+
+class CountsInAnotherClass(Plain):
+    def on_step(self) -> None:
+        Counter.steps += Limits.steps
+
+
+class CallsAnotherClass(Plain):
+    def on_step(self) -> None:
+        Counter.count()
+
+
+class HookedBackward(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        seen = [0]
+
+        def count(layer: Any, before: Any, after: Any) -> None:
+            seen[0] += 1
+
+        self.layer.register_full_backward_hook(count)
+
+
+class SetsALayer(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.activation = torch.nn.GELU()
+
+    def on_step(self) -> None:
+        self.activation.approximate = "tanh"
+
+
+class Optional(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor: float | None = 2.0
+
+    def validation_step(self, batch: Any) -> Any:
+        return {"loss": self.training_step(batch)}
+
+    def on_step(self) -> None:
+        self.factor = None
+
+
+class Reads(torch.utils.data.Dataset[Any]):
+    def __init__(self) -> None:
+        self.reads = 0
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, row: int) -> Any:
+        self.reads += 1
+        return ROWS[row]
+
+
+LABELLED = torch.utils.data.TensorDataset(torch.ones(4, 3), torch.zeros(4, 1))
+
+
+class Labels(Plain):
+    def on_epoch_end(self) -> None:
+        LABELLED.tensors[1].add_(1)
+
+
 class Follows(Plain):
     def on_step(self) -> None:
         with torch.no_grad():
@@ -130,10 +206,26 @@ class Hooked(Plain):
         (Plain, {"collate_fn": Collator()}, "collate_fn.made changed since the fit began"),
         (CountsGlobally, {}, "global variable COUNTED changed since the fit began"),
         (CountsInItsClass, {}, "CountsInItsClass.steps changed since the fit began"),
+        (CountsInAnotherClass, {}, "Counter.steps changed since the fit began"),
+        (CallsAnotherClass, {}, "Counter.steps changed since the fit began"),
+        (HookedBackward, {}, "variable seen of count changed since the fit began"),
+        (SetsALayer, {}, "SetsALayer.activation.approximate changed since the fit began"),
+        (Optional, {"val": ROWS}, "Optional.factor changed since the fit began"),
+        (
+            Plain,
+            {"train": torch.utils.data.ConcatDataset([Reads()])},
+            "Reads (train).reads changed since the fit began",
+        ),
+        (
+            Labels,
+            {"train": torch.utils.data.Subset(LABELLED, [0, 1, 2, 3])},
+            "TensorDataset (train).tensors changed since the fit began",
+        ),
         (Follows, {}, "global variable COPY changed since the fit began"),
         (Hooked, {}, "variable seen of count changed since the fit began"),
     ],
 )
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing")  # the layer's input is the batch
 def test_state_that_is_no_attribute_of_the_module_or_data_is_named_too(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], module: type[Plain], options: dict[str, Any], named: str
 ) -> None:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import math
 import sys
 import threading
-from collections import UserList
+from array import array
+from collections import ChainMap, OrderedDict, UserList
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, ClassVar
+from types import MappingProxyType, SimpleNamespace
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import pandas
@@ -291,6 +294,95 @@ def note_row() -> None:
     TABLE.rows += 1
 
 
+class Pair(NamedTuple):
+    rows: list[float]
+    other: list[float]
+
+
+class Tally:
+    def __init__(self) -> None:
+        self.rows: list[float] = []
+
+    def add(self, row: float) -> None:
+        self.rows.append(row)
+
+
+class Batches(list[float]):
+    """A list with an attribute of its own."""
+
+    total = 0.0
+
+
+def times(rows: list[float], factor: float) -> None:
+    rows.append(factor)
+
+
+HOLDERS: dict[str, tuple[Callable[[], Any], Callable[[Any], None], Callable[[Any], Any]]] = {
+    "tuple": (lambda: ([], []), lambda held: held[0].append(1.0), lambda held: len(held[0])),
+    "named tuple in dict": (
+        lambda: {"val": Pair([], [])},
+        lambda held: held["val"].rows.append(1.0),
+        lambda held: len(held["val"].rows),
+    ),
+    "tuple of tensors": (lambda: (torch.zeros(1),), lambda held: held[0].add_(1), lambda held: int(held[0])),
+    "frozen set": (
+        lambda: frozenset([Tally()]),
+        lambda held: next(iter(held)).add(1.0),
+        lambda held: len(next(iter(held)).rows),
+    ),
+    "list with an attribute": (Batches, lambda held: setattr(held, "total", held.total + 1), lambda held: held.total),
+    "array": (lambda: array("d"), lambda held: held.append(1.0), len),
+    "bytearray": (bytearray, lambda held: held.append(1), len),
+    "chain map": (
+        lambda: ChainMap({"rows": []}),
+        lambda held: held["rows"].append(1.0),
+        lambda held: len(held["rows"]),
+    ),
+    "mapping proxy": (
+        lambda: MappingProxyType({"rows": []}),
+        lambda held: held["rows"].append(1.0),
+        lambda held: len(held["rows"]),
+    ),
+    "order of a mapping": (
+        lambda: OrderedDict.fromkeys("abcdefg"),
+        lambda held: held.move_to_end(next(iter(held))),
+        lambda held: 1 + list(held).index("a"),
+    ),
+    "network in a list": (
+        lambda: [torch.nn.BatchNorm1d(2)],
+        lambda held: held[0](torch.ones(2, 2)),
+        lambda held: int(held[0].num_batches_tracked),
+    ),
+    "tensor that is resized": (lambda: torch.ones(2), lambda held: held.resize_(len(held) + 1).fill_(1), len),
+    "setting of a layer": (
+        lambda: torch.nn.Dropout(0.5),
+        lambda held: setattr(held, "p", held.p / 2),
+        lambda held: held.p,
+    ),
+    "partial": (lambda: partial(times, []), lambda held: held(1.0), lambda held: len(held.args[0])),
+    "method": (lambda: Tally().add, lambda held: held(1.0), lambda held: len(held.__self__.rows)),
+}
+
+
+@pytest.mark.parametrize("name", HOLDERS)
+def test_what_a_fixed_container_holds_is_put_back_too(name: str) -> None:
+    make, change, measure = HOLDERS[name]
+
+    class Holds(Regression):
+        def __init__(self) -> None:
+            super().__init__()
+            self.held = make()
+
+        def validation_step(self, batch: Any) -> Any:
+            change(self.held)
+            return {"loss": torch.zeros(())}
+
+    modules = Holds(), Holds()
+    for sanity_batches, module in zip((0, 2), modules, strict=True):
+        fit(module, val=ROWS, max_steps=4, sanity_batches=sanity_batches)
+    assert measure(modules[0].held) == measure(modules[1].held) > 0
+
+
 class Collector(Callback):
     """Receives rows from validation_step, and clears them at the end of each evaluation."""
 
@@ -453,6 +545,33 @@ def test_the_epoch_of_an_evaluation_at_its_end_is_that_epoch() -> None:
 
     fit(None, Looks(), val=ROWS, max_steps=8)
     assert epochs == [(what, epoch) for epoch in (0, 1) for what in ("start", "eval", "end")]
+
+
+def test_the_hooks_after_training_see_the_last_epoch_in_a_complete_run_that_is_started_again_too(
+    tmp_path: Path,
+) -> None:
+    epochs: list[tuple[str, int]] = []
+
+    class Looks(Callback):
+        def on_complete(self, trainer: Trainer) -> None:
+            trainer.request_eval()
+            epochs.append(("complete", trainer.epoch))
+
+        def on_eval_end(self, trainer: Trainer) -> None:
+            epochs.append(("eval", trainer.epoch))
+
+        def on_export(self, trainer: Trainer) -> None:
+            epochs.append(("export", trainer.epoch))
+
+        def on_fit_end(self, trainer: Trainer) -> None:
+            epochs.append(("fit", trainer.epoch))
+
+    ends = [(what, 1) for what in ("complete", "eval", "export", "fit")]
+    fit(None, Looks(), val=ROWS, max_steps=8, run_dir=tmp_path)
+    assert epochs[-4:] == ends
+    epochs.clear()
+    fit(None, Looks(), val=ROWS, max_steps=8, run_dir=tmp_path)
+    assert epochs == ends
 
 
 # --------------------------------------------------------------------------------------------------------- how much of which stage

@@ -7,14 +7,16 @@ import functools
 import os
 import sys
 import sysconfig
-from collections import UserDict, UserList, deque
+from array import array
+from collections import ChainMap, UserDict, UserList, deque
 from collections.abc import Callable, Iterable
 from functools import partial
-from types import FunctionType, ModuleType, SimpleNamespace
+from types import FunctionType, MappingProxyType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.modules.lazy import LazyModuleMixin
 from torch.optim.lr_scheduler import LRScheduler
 
 from fabricate.data.identity import names_in
@@ -60,13 +62,14 @@ _MOST_BYTES, _MOST_ITEMS, _MOST_VALUES = 2**26, 1000, 100_000
 def remembered(module: torch.nn.Module, others: Iterable[object] = ()) -> Callable[[], None]:
     """Record the attributes of `module`, its submodules and `others`, and the contents of the global variables that their methods name:
     collections, tensors, arrays and objects of the user's classes. The returned function restores all of them."""
-    memory = _Memory()
+    memory = _Memory(module)
     memory.take([*memory.attributes(module), *module.modules(), type(module), *others])
     return memory.put_back
 
 
 class _Memory:
-    def __init__(self) -> None:
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._submodules = set(map(id, module.modules()))
         self._seen: dict[int, object] = {}
         self._undo: list[Callable[[], object]] = []
         self._bytes = 0
@@ -91,19 +94,40 @@ class _Memory:
             self._record_numbers(value)
         elif is_generator(value):
             self._undo.append(partial(set_state_of, value, state_of(value)))
+        elif isinstance(value, array | bytearray):
+            if self._has_room(len(value) * getattr(value, "itemsize", 1)):
+                self._undo.append(partial(_write_back, value, value[:]))
         elif isinstance(value, list | dict | set | deque):
             self._undo.append(partial(_refill, value, value.copy()))
-            if len(value) <= _MOST_ITEMS:
-                return value.values() if isinstance(value, dict) else value
-        elif isinstance(value, FunctionType | partial):
+            return [*_contents(value), *self._of_subclass(value)]
+        elif isinstance(value, tuple | frozenset | MappingProxyType | ChainMap):  # fixed, but what it holds may change
+            return [*_contents(value), *self._of_subclass(value)]
+        elif isinstance(value, FunctionType | MethodType | partial):
             return _named(value)
         elif isinstance(value, LRScheduler):  # one that the module keeps and steps itself
             return self.attributes(value)
         elif isinstance(value, type):
             return self._of_class(value) if is_users_module(value.__module__) else ()
+        elif isinstance(value, torch.nn.Module):
+            return self._of_layer(value)
         elif variables(value) is not None or _holds_values(value):
             return [*self.attributes(value), type(value)]
         return ()
+
+    def _of_layer(self, layer: torch.nn.Module) -> list[object]:
+        # A network in a list, for example, is no submodule; its buffers are recorded here.
+        held: list[object] = (
+            [] if id(layer) in self._submodules else [*layer._buffers.values(), *layer._modules.values()]
+        )
+        if variables(layer) is not None or _holds_values(layer):
+            return [*self.attributes(layer), type(layer), *held]
+        if is_torchs(layer):
+            self._undo.append(partial(_reset_settings, layer, settings(layer)))
+        return held
+
+    def _of_subclass(self, collection: Any) -> Iterable[object]:
+        """The attributes of a collection of the user's class."""
+        return () if variables(collection) is None else self.attributes(collection)
 
     def _of_class(self, kind: type) -> list[object]:
         self._undo.append(partial(_reset_class, kind, _plain_attributes(kind)))
@@ -130,10 +154,22 @@ class _Memory:
         return fits
 
 
-def _named(function: FunctionType | partial[Any]) -> list[object]:
+def _contents(collection: Any) -> Iterable[object]:
+    if isinstance(collection, ChainMap):
+        return collection.maps
+    if len(collection) > _MOST_ITEMS:
+        return ()
+    return collection.values() if isinstance(collection, dict | MappingProxyType) else collection
+
+
+def _named(function: FunctionType | MethodType | partial[Any]) -> list[object]:
     """The values that a function was created with, and the global variables that it names if it is the user's."""
-    held = list(captured(function).values())
-    if isinstance(function, FunctionType) and is_users_module(function.__globals__.get("__name__", "")):
+    if isinstance(function, MethodType):
+        return [function.__self__, function.__func__]
+    if isinstance(function, partial):
+        return [function.func, *function.args, *function.keywords.values()]
+    held = [*captured(function).values(), *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+    if is_users_module(function.__globals__.get("__name__", "")):
         variables = function.__globals__
         held += [variables[name] for name in names_in(function.__code__) if name in variables]
     return held
@@ -147,7 +183,9 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 def _copy_back(tensor: torch.Tensor, before: torch.Tensor) -> None:
     # An unchanged tensor is not written, so that its version counter stays the same.
-    if not torch.equal(tensor, before):
+    if tensor.shape != before.shape:  # it was resized
+        tensor.data = before
+    elif not torch.equal(tensor, before):
         tensor.copy_(before)
 
 
@@ -159,10 +197,15 @@ def _refill(collection: Any, before: Any) -> None:
     collection.extend(before) if isinstance(collection, list | deque) else collection.update(before)
 
 
+def _write_back(numbers: Any, before: Any) -> None:
+    if numbers != before:
+        numbers[:] = before
+
+
 def _items(collection: Any) -> Any:
     """What makes two collections equal: the items themselves, whatever they say about being equal."""
     if isinstance(collection, dict):
-        return {key: id(value) for key, value in collection.items()}
+        return list(collection), list(map(id, collection.values()))
     return collection if isinstance(collection, set) else list(map(id, collection))
 
 
@@ -172,6 +215,24 @@ def _reset(value: object, before: dict[str, Any]) -> None:
         object.__delattr__(value, name)
     for name in [name for name, held in before.items() if name not in now or now[name] is not held]:
         _write(value, name, before[name])
+
+
+def is_torchs(layer: torch.nn.Module) -> bool:
+    return type(layer).__module__.startswith("torch.nn.")
+
+
+def settings(layer: torch.nn.Module) -> dict[str, Any]:
+    """The attributes of a layer of torch that a script may set, such as the rate of a dropout or the momentum of a batch norm."""
+    if isinstance(layer, LazyModuleMixin):  # its first forward sets them
+        return {}
+    own = {name: value for name, value in vars(layer).items() if not name.startswith("_") and name not in OURS}
+    return {name: value for name, value in own.items() if isinstance(value, int | float | str | tuple | None)}
+
+
+def _reset_settings(layer: torch.nn.Module, before: dict[str, Any]) -> None:
+    now = settings(layer)
+    for name in [name for name, value in before.items() if name in now and now[name] is not value]:
+        vars(layer)[name] = before[name]
 
 
 def _plain_attributes(kind: type) -> dict[str, Any]:

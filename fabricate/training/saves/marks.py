@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections import deque
+from array import array
+from collections import ChainMap, UserDict, UserList, deque
 from collections.abc import Iterator
 from functools import partial
-from types import BuiltinFunctionType, FunctionType, GeneratorType, MethodType
+from types import BuiltinFunctionType, FunctionType, GeneratorType, MappingProxyType, MethodType
 from typing import Any
 
 import numpy as np
@@ -74,7 +75,7 @@ class Fingerprint:
 
     def of(self, value: Any) -> Any:
         """The fingerprint of `value`; None for an object that is not looked into."""
-        if isinstance(value, torch.Tensor | np.ndarray | _PLAIN):
+        if isinstance(value, torch.Tensor | np.ndarray | array | _PLAIN):
             return self._of_plain(value)
         if isinstance(value, FunctionType | BuiltinFunctionType | MethodType | type):
             return Kind(f"{value.__module__}.{value.__qualname__} {id(getattr(value, '__code__', None))}")
@@ -120,7 +121,7 @@ class Fingerprint:
         if isinstance(value, np.ndarray):
             read = value.dtype != object and not isinstance(value, np.memmap) and self._has_room(value.nbytes)
             return value.shape, hash(value.tobytes()) if read else None
-        if isinstance(value, str | bytes | bytearray) and not self._has_room(len(value)):
+        if isinstance(value, str | bytes | bytearray | array) and not self._has_room(len(value)):
             return len(value)
         return repr(value)
 
@@ -132,12 +133,14 @@ class Fingerprint:
 
 
 def _items(value: Any) -> list[Any] | None:
-    """What of an object can change: the items of a collection, the state of an optimizer, the attributes of a scheduler and of an object of
-    the user's class. None for other objects."""
+    """What of an object can change: the items of a collection, the state of an optimizer, the attributes of a scheduler, of a collection of
+    Python's that holds others, and of an object of the user's class. None for other objects."""
     if isinstance(value, Optimizer):
         value = dict(value.state)
-    elif isinstance(value, LRScheduler):
+    elif isinstance(value, LRScheduler | ChainMap | UserDict | UserList):
         value = vars(value)
+    elif isinstance(value, MappingProxyType):
+        value = dict(value)
     elif not isinstance(value, _COLLECTIONS):
         value = variables(value)
     return [*value, *value.values()] if isinstance(value, dict) else None if value is None else list(value)

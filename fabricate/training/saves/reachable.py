@@ -142,8 +142,19 @@ class Reachable:
             if isinstance(value, ModuleType) and is_users_module(value.__name__):
                 for inner in sorted(names & vars(value).keys()):
                     yield from self._variable(f"global variable {value.__name__}.{inner}", vars(value)[inner])
+            elif isinstance(value, type) and is_users_module(value.__module__):
+                yield from self._of_named_class(value, names)
             else:
                 yield from self._variable(f"global variable {name}", value)
+
+    def _of_named_class(self, kind: type, names: set[str]) -> Iterator[tuple[str, Any]]:
+        """The attributes of a class that a function names, or a method of the class that the function names too."""
+        held = {name: getattr(each, "__func__", each) for name, each in vars(kind).items() if not name.startswith("__")}
+        methods = [held[name] for name in sorted(names & held.keys()) if isinstance(held[name], FunctionType)]
+        named = names.union(*(names_in(method.__code__) for method in methods))
+        for name in sorted(named & held.keys()):
+            if not callable(held[name]) and not hasattr(held[name], "__get__"):
+                yield from self._variable(f"{kind.__name__}.{name}", held[name])
 
     def _variable(self, name: str, value: Any) -> Iterator[tuple[str, Any]]:
         """Record a variable, and yield it. Without data sets, which a hook may evaluate or count, and roots."""

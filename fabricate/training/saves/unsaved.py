@@ -20,7 +20,7 @@ from fabricate.module import overrides
 from fabricate.optim.optimizers import inner_optimizers
 from fabricate.optim.schedules import captured
 from fabricate.seeding import is_generator
-from fabricate.training.saves.attributes import LIBRARIES, OURS, is_users
+from fabricate.training.saves.attributes import LIBRARIES, OURS, is_torchs, is_users, settings
 from fabricate.training.saves.marks import Kind, Made, has_iterator, is_iterator, mark_of
 from fabricate.training.saves.reachable import Reachable
 from fabricate.training.state.run_state import Run
@@ -176,7 +176,8 @@ def _held(run: Run) -> Iterator[tuple[str, Any]]:
         for name, child in run.module.named_modules():
             where = f"{type(run.module).__name__}{'.' if name else ''}{name}"
             yield where, _kind(child)
-            yield from _numbers(where, child) if _is_torchs(child) else _attributes(where, child)
+            own = ((f"{where}.{setting}", value) for setting, value in settings(child).items())
+            yield from own if is_torchs(child) else _attributes(where, child)
         yield from _of_optimizers(list(run.optim.optimizers.values()))
     for name, part in _plugins(run):
         yield from _attributes(name, part)
@@ -186,6 +187,7 @@ def _held(run: Run) -> Iterator[tuple[str, Any]]:
         seeded = run.source.resumes == "by replay" or any(part is sampler for sampler in run.source.samplers)
         held = _attributes(name, part, seeded=seeded)
         yield from ((name, value) for name, value in held if not (seeded and is_iterator(value)))  # it is made again
+        yield from _rows(name, part)
     if collating:
         yield from _attributes(*collating[0])
 
@@ -201,9 +203,38 @@ def _data(run: Run) -> tuple[list[tuple[str, Any]], list[tuple[str, Any]]]:
     """The training data whose state no checkpoint holds, with its samplers, and the function that makes its batches, with their names."""
     if run.source is None or run.source.resumes == "by its own state":
         return [], []
-    parts = [run.source.data, getattr(run.source.data, "dataset", None), *run.source.samplers]
+    parts = [*_with_inner(run.source.data), *run.source.samplers]
     collating = [] if run.source.collate_fn is None else [("collate_fn", run.source.collate_fn)]
     return [(f"{type(part).__name__} (train)", part) for part in parts if part is not None], collating
+
+
+def _with_inner(data: Any) -> list[Any]:
+    """A data set, and those inside it and inside sets of torch, such as `Subset` and `ConcatDataset`."""
+    found, waiting = dict[int, Any](), [data]
+    while waiting:
+        each = waiting.pop()
+        if each is None or id(each) in found:
+            continue
+        found[id(each)] = each
+        waiting.append(getattr(each, "dataset", None))
+        if type(each).__module__.startswith("torch.utils.data"):
+            several = getattr(each, "datasets", ())
+            waiting += several.values() if isinstance(several, dict) else several
+    return list(found.values())
+
+
+def _rows(name: str, part: Any) -> Iterator[tuple[str, Any]]:
+    """What a step may change of torch's data sets and samplers, such as pseudo-labels, and a tensor that is the data."""
+    if isinstance(part, torch.Tensor):
+        yield name, part
+    elif type(part).__module__.startswith("torch.utils.data"):
+        for attribute in ("tensors", "indices", "weights"):
+            if hasattr(part, attribute):
+                yield f"{name}.{attribute}", getattr(part, attribute)
+
+
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+"""The attributes of a torch module that hold its hooks."""
 
 
 def _reachable(run: Run) -> Reachable:
@@ -211,7 +242,7 @@ def _reachable(run: Run) -> Reachable:
     own = [] if overrides(run.module, "on_save") else list(run.module.named_modules())
     name = type(run.module).__name__
     layers = [(f"{name}{'.' if where else ''}{where}", child) for where, child in own if is_users(child)]
-    hooks = [f for _, child in own for f in (*child._forward_pre_hooks.values(), *child._forward_hooks.values())]
+    hooks = [hook for _, child in own for kind in _HOOKS for hook in getattr(child, kind).values()]
     data, collating = _data(run)
     return Reachable([*layers, *_plugins(run), *data], [*collating, *(("hook", function) for function in hooks)])
 
@@ -293,17 +324,6 @@ def _attributes(owner: str, value: Any, *, seeded: bool = False) -> Iterator[tup
             yield f"{owner}.{name}", attribute
 
 
-def _is_torchs(layer: torch.nn.Module) -> bool:
-    return type(layer).__module__.startswith("torch.nn.")
-
-
-def _numbers(owner: str, layer: torch.nn.Module) -> Iterator[tuple[str, Any]]:
-    """The numbers of a torch layer that a script may change, such as the rate of a dropout or the momentum of a batch norm."""
-    for name, attribute in vars(layer).items():
-        if not name.startswith("_") and name not in OURS and type(attribute) in (int, float):
-            yield f"{owner}.{name}", attribute
-
-
 _NAMED = object()
 """Marks a value that a note has already named."""
 
@@ -318,6 +338,7 @@ def _marks(run: Run) -> dict[str, Any]:
     saved |= {
         id(each) for source in run.validation.values() for each in (source.data, getattr(source.data, "dataset", None))
     }
+    saved.discard(id(None))  # of a data set without an inner one
     held = [*_held(run), *_reachable(run).variables.items()]
     kept = _named_in_on_save(run)
     left = [(name, value) for name, value in held if id(value) not in saved and not _is_kept(name, kept)]
