@@ -46,7 +46,7 @@ class GradientNorms(Callback):
         for group, parameters in self._groups.items():
             trained = [parameter for parameter in parameters if parameter.grad is not None]
             if trained:
-                module.log(f"grad_norm/{group}", trainer.strategy.grad_norm(trained))
+                module.log(f"grad_norm/{group}", trainer.strategy.grad_norm(trained), weight=1)
 
     def on_teardown(self) -> None:
         self._groups = {}

@@ -109,7 +109,9 @@ class HubPush(Callback):
         began, self._failure = time.monotonic(), None
         try:
             repo = self.repository.repo
-            write_card(run_dir, folder, repo, license=self.license, datasets=self.datasets, ended=ended)
+            write_card(
+                run_dir, folder, repo, license=self.license, datasets=self.datasets, step=None if ended else step
+            )
             url = self.repository.push(folder, message)
         except Exception as exc:
             self._failure = exc if isinstance(exc, FabricateError) else FabricateError(f"{type(exc).__name__}: {exc}")

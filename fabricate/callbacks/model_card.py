@@ -6,7 +6,6 @@ Owns the text and the metadata of a model card. Must not know: how the card is u
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,8 +34,8 @@ _SETTINGS = (
 )
 """The settings of plan.json that the table shows, in this order. Paths are left out."""
 _GOES_ON = (
-    "These are the current weights of a training run that goes on. The table shows its last validation; if the run averages its weights "
-    "(EMA), that is a validation of the average, which the run pushes when it ends."
+    "These are the weights of step {step} of a training run that goes on. The table shows the last validation up to this step; if the run "
+    "averages its weights (EMA), that is a validation of the average, which the run pushes when it ends."
 )
 _EARLIER = "These are the weights of step {step}. The table shows the last validation before it."
 _NOT_MEASURED = (
@@ -52,26 +51,26 @@ def write_card(
     *,
     license: str | None = None,
     datasets: Sequence[str] = (),
-    ended: bool = True,
+    step: int | None = None,
 ) -> None:
     """Write `folder`/README.md about the weights in `folder`, from plan.json, metrics.jsonl and events.jsonl of `run_dir`.
 
-    repo: "user/name" on the hub. license, datasets: identifiers of the hub ("apache-2.0"; "stanfordnlp/imdb"). ended: False for
-    the current weights of a fit that goes on. An existing README.md (peft writes one) keeps its text and metadata; only what is missing is
-    added.
+    repo: "user/name" on the hub. license, datasets: identifiers of the hub ("apache-2.0"; "stanfordnlp/imdb"). step: for the
+    weights of a fit that goes on, the update that they come from, because the fit may have validated later ones since. An existing
+    README.md (peft writes one) keeps its text and metadata; only what is missing is added.
     """
     from huggingface_hub import ModelCard
 
     settings = {name: each["value"] for name, each in _plan(run_dir)["settings"].items()}
     events = [event for event in _lines(run_dir / "events.jsonl") if event["event"] in ("started", "exported")]
     started: dict[str, Any] = next((event for event in reversed(events) if event["event"] == "started"), {})
-    measured, state = None, _NOT_MEASURED if ended else _GOES_ON
-    if ended and events and events[-1]["event"] == "exported":  # a push in the background may end after the export
+    measured, state = None, _NOT_MEASURED
+    if step is not None:
+        measured, state = _measured(run_dir, step), _GOES_ON.format(step=step)
+    elif events and events[-1]["event"] == "exported":
         step = events[-1]["of_step"]
         measured = _measured(run_dir, step)
         state = _EARLIER.format(step=step) if measured and measured["step"] < step else ""
-    elif not ended:
-        measured = _measured(run_dir, math.inf)
     file, name = folder / "README.md", repo.rpartition("/")[2]
     data = _metadata(folder, name, settings, measured, datasets)
     text = "\n".join([_BEGIN, *_body(folder, repo, settings, started, measured), *(["", state] if state else []), _END])
@@ -118,7 +117,7 @@ def _lines(file: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in file.read_text(encoding="utf-8").split("\n")[:-1]]
 
 
-def _measured(run_dir: Path, step: float) -> dict[str, Any] | None:
+def _measured(run_dir: Path, step: int) -> dict[str, Any] | None:
     """The line of the last validation up to update `step`; None if there is none."""
     lines = _lines(run_dir / "metrics.jsonl")
     validated = [line for line in lines if line["stage"] == "validate" and line["step"] <= step]

@@ -325,6 +325,10 @@ def test_a_card_has_the_validation_of_the_weights_in_model_or_none(
     assert "their validation is not known" in card
     fit(3)
     assert "## Validation, step 12" in _card(tmp_path)
+    write_card(tmp_path, tmp_path / "model", "me/tiny", step=8)  # a push in the background, which the fit has overtaken
+    card = (tmp_path / "model" / "README.md").read_text()
+    assert "These are the weights of step 8 of a training run that goes on" in card
+    assert "## Validation, step 8" in card
     fit(3)  # already complete
     assert "## Validation, step 12" in _card(tmp_path)
     assert "RUN_DIR/model/ holds" in capsys.readouterr().err  # of the third fit alone

@@ -132,6 +132,21 @@ def test_gradient_norms_are_those_of_the_groups(tmp_path: Path) -> None:
     assert "grad_norm/frozen.weight" not in recorded
 
 
+def test_gradient_norms_are_averaged_over_records_whatever_their_rows(tmp_path: Path) -> None:
+    norms: list[float] = []
+
+    class Looks(Net):
+        def on_before_step(self) -> None:
+            gradients = [p.grad for p in self.net.parameters() if p.grad is not None]
+            norms.append(float(torch.nn.utils.get_total_norm(gradients)))
+
+    trainer = Trainer(max_epochs=1, log_every=2, run_dir=tmp_path, progress=False, plugins=[GradientNorms(every=1)])
+    trainer.fit(Looks(), torch.utils.data.Subset(rows(), range(5)), batch_size=4)
+    recorded = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[0])["metrics"]
+    assert len(norms) == 2
+    assert recorded["grad_norm/net"] == pytest.approx(sum(norms) / 2, rel=1e-6)
+
+
 def batches_of_a_fit(data: torch.utils.data.TensorDataset) -> list[Any]:
     """The first three micro-batches that a fit reads."""
     batches: list[Any] = []
