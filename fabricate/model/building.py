@@ -148,17 +148,16 @@ def adapter_record(module: torch.nn.Module) -> dict[str, Any] | None:
         return None
     ((name, adapted),), (base,) = adapted_by_name.items(), models.values()
     quantization = getattr(base.config, "quantization_config", None)
+    # Here the keys are sorted, so that a checkpoint has a plain object; those of an adapter keep their order: of patterns the first counts
     record = {
-        "prefix": f"{name}." if name else "",
         "adapters": {label: config.to_dict() for label, config in adapted.peft_config.items()},
         "base": str(base.name_or_path),
         "class": type(base).__name__.removeprefix("FSDP"),  # sharding renames the class
         "dtype": str(base.config.dtype or torch.float32).removeprefix("torch."),
+        "prefix": f"{name}." if name else "",
         "quantization": None if quantization is None else quantization.to_dict(),
     }
-    text = json.dumps(
-        record, default=lambda value: sorted(value) if isinstance(value, set) else str(value), sort_keys=True
-    )
+    text = json.dumps(record, default=lambda value: sorted(value) if isinstance(value, set) else str(value))
     plain: dict[str, Any] = json.loads(text)
     return plain
 

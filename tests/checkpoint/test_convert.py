@@ -167,6 +167,29 @@ def test_transformers_reads_an_exported_checkpoint_and_computes_the_same(tmp_pat
         assert documents[0] == documents[1]
 
 
+def test_a_weight_that_the_module_shares_with_its_transformers_model_is_exported(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    class Shared(Storyteller):
+        def configure_model(self) -> None:
+            super().configure_model()
+            model = self.model
+            del self.model
+            self.words = model.get_input_embeddings()  # its first name in the module
+            self.model = model
+
+    torch.manual_seed(1)
+    module = Shared()
+    stories = TensorDataset(torch.randint(0, 20, (16, 8)))
+    fit(tmp_path / "run", module, stories)
+    shown = invoke("export", tmp_path / "run", tmp_path / "out", "--format", "transformers")
+    assert "not part of the transformers model: extra.bias, extra.weight\n" in shown.stderr
+    with torch.no_grad():
+        wanted = module.model.eval()(stories.tensors[0]).logits
+        logits = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()(stories.tensors[0]).logits
+    assert torch.equal(logits, wanted)
+
+
 def test_a_module_without_a_transformers_model_has_no_such_layout(run: Any, tmp_path: Path) -> None:
     shown = invoke("export", run[0], tmp_path / "out", "--format", "transformers")
     assert shown.exit_code == 2

@@ -121,6 +121,17 @@ def test_tied_layers_are_merged_each_with_its_own_adapter(name: str, tmp_path: P
     assert not tied or torch.equal(merged.get_input_embeddings().weight, merged.get_output_embeddings().weight)
 
 
+def test_of_patterns_that_match_one_layer_the_first_counts(tmp_path: Path) -> None:
+    # peft writes patterns with sorted keys into adapter_config.json, so only the merged model is compared.
+    patterns = {"self_attn.q_proj": 8, "layers.1.self_attn.q_proj": 64}
+    llama(tied=False).save_pretrained(tmp_path / "base")
+    config = peft.LoraConfig(r=4, lora_alpha=4, target_modules=ATTENTION, alpha_pattern=patterns)
+    trained = fit(tmp_path, tmp_path / "base", config)
+    assert merge(tmp_path).exit_code == 0
+    merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    torch.testing.assert_close(logits(merged), trained, rtol=0, atol=1e-5)
+
+
 def test_a_base_that_was_built_in_code_has_to_be_given(tmp_path: Path) -> None:
     trained = fit(tmp_path, None, peft.LoraConfig(r=4, target_modules=ATTENTION))
     refused = merge(tmp_path)

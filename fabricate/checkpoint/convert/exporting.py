@@ -102,13 +102,17 @@ def _transformers(source: ExportSource, folder: Path) -> list[str]:
         )
     prefix = pretrained["prefix"]
     inside = {name: logical for name, logical in source.weights.items() if name.startswith(prefix)}
+    for alias, name in source.aliases.items():
+        if alias.startswith(prefix) and name not in inside:  # shared with a part of the module outside of the model
+            inside[alias] = source.weights[name]
     chunks = [source.chunk(name.removeprefix(prefix), logical) for name, logical in inside.items()]
     write_plain_safetensors(folder / "model.safetensors", chunks)
     for name in ("config", "generation_config"):
         if pretrained[name] is not None:
             text = json.dumps(pretrained[name], indent=2, sort_keys=True)
             (folder / f"{name}.json").write_text(text + "\n", encoding="utf-8")
-    outside = [name for name in source.weights if not name.startswith(prefix)]
+    written = set(inside.values())
+    outside = [name for name, logical in source.weights.items() if logical not in written]
     remarks = ["the export has no tokenizer, because a checkpoint holds none. Add its files if the model needs one"]
     if outside:
         remarks.append(
