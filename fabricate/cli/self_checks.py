@@ -114,7 +114,6 @@ def check_invariance(
     counts = worlds.split(",")
     if not all(count.strip().isdecimal() for count in counts):
         raise ConfigurationError(f"--worlds {worlds!r}: give numbers of ranks joined by commas, such as 1,2,3")
-    tell = (lambda text: None) if as_json else click.echo
     with tempfile.TemporaryDirectory(prefix="fabricate-invariance-") as folder:
         measured = measure(
             script,
@@ -126,7 +125,8 @@ def check_invariance(
             world_sizes=[int(count) for count in counts],
             strategy=strategy,
             precision=precision,
-            tell=tell,
+            tolerance=tolerance,
+            tell=(lambda text: None) if as_json else click.echo,
         )
     if as_json:
         click.echo(json.dumps(measured.to_json()))

@@ -24,6 +24,7 @@ from fabricate.selfcheck.requests import Trial, start_script, write_requests
 __all__ = ["Invariance", "Split", "measure"]
 
 _SHOWN_LINES = 30
+_CLEAR_CHANGE = 10  # tolerances: by so much the updates have to change the weights for a wrong gradient to show
 
 
 @dataclass(frozen=True)
@@ -47,11 +48,15 @@ class Split:
 
 @dataclass(frozen=True)
 class Invariance:
-    """The measurements: every split (the first is the reference), the number of updates, and notes for the reader."""
+    """The measurements: every split (the first is the reference), the number of updates, and notes for the reader.
+
+    unseen: the note if the updates changed the weights so little that a wrong gradient stays below the tolerance, else "".
+    """
 
     splits: tuple[Split, ...]
     steps: int
     notes: tuple[str, ...]
+    unseen: str
 
     @property
     def largest(self) -> float:
@@ -74,12 +79,14 @@ def measure(
     world_sizes: Sequence[int],
     strategy: str,
     precision: str,
+    tolerance: float,
     tell: Callable[[str], None] = lambda text: None,
 ) -> Invariance:
     """Run `script` with the same global batches in every split, and compare with one process that takes them whole.
 
     folder: an empty directory. environment: for all starts. world_sizes: those that do not divide the global batch are left out. strategy:
-    used with more than one rank. steps: the maximum number of updates. tell: called with a line per start.
+    used with more than one rank. steps: the maximum number of updates. tolerance: the largest difference that counts as rounding. tell:
+    called with a line per start.
 
     Raises ConfigurationError for a script that cannot be split, FabricateError if the script itself fails.
     """
@@ -101,7 +108,8 @@ def measure(
         )
     compared = tuple(_compared(folder, first, split, notes) for split in splits)
     remarks = dict.fromkeys(remark for each in notes.values() for remark in each["notes"])
-    return Invariance(compared, len(notes[first]["losses"]), tuple(remarks))
+    unseen = _unseen(folder, first, tolerance)
+    return Invariance(compared, len(notes[first]["losses"]), (*remarks, *filter(None, [unseen])), unseen)
 
 
 def _factorisations(
@@ -165,6 +173,18 @@ def _notes(folder: Path, split: Split) -> dict[str, Any]:
         raise ConfigurationError("the script ended without a fit. Give a script that calls Trainer.fit")
     notes: dict[str, Any] = json.loads(file.read_text())
     return notes
+
+
+def _unseen(folder: Path, first: Split, tolerance: float) -> str:
+    trial = _trial(folder, first, 0)
+    with Reader(Path(trial.notes, "end")) as end, Reader(Path(trial.begin)) as begin:
+        change = max((d.relative or 0.0 for d in compare(begin, end) if d.name.startswith("model/")), default=0.0)
+    if change >= _CLEAR_CHANGE * tolerance:
+        return ""
+    return (
+        f"the updates changed the weights by {change:.1e} of their size at most, so a wrong gradient may stay below the tolerance of "
+        f"{tolerance:.0e}. Give the script a larger learning rate for the check, and no warm-up"
+    )
 
 
 def _of_further_rank(name: str) -> bool:

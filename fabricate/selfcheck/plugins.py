@@ -56,17 +56,18 @@ class Trying(Callback):
         dropout = [child for child in module.modules() if isinstance(child, _DropoutNd)]
         for child in dropout:
             child.p = 0.0
-        norms = [name for name, child in module.named_modules() if isinstance(child, _BatchNorm)]
         if dropout:
             self.notes.append(f"dropout is off during the check ({len(dropout)} layers)")
-        if norms:
-            self.notes.append(
-                f"{norms[0]} is a BatchNorm. It takes its statistics from each micro-batch, so its results depend on the split"
-            )
 
-    def on_step(self, trainer: Trainer, loss: torch.Tensor) -> None:
-        if not self.losses and (text := compare_halves(trainer._live())):
-            self.notes.append(text)
+    def on_step(self, trainer: Trainer, module: TrainModule, loss: torch.Tensor) -> None:
+        if not self.losses:
+            norms = [name for name, child in module.named_modules() if isinstance(child, _BatchNorm) and child.training]
+            if norms:
+                self.notes.append(
+                    f"{norms[0]} is a BatchNorm. It takes its statistics from each micro-batch, so its results depend on the split"
+                )
+            if text := compare_halves(trainer._live()):
+                self.notes.append(text)
         self.losses.append(float(loss))
 
     @hookimpl(trylast=True)

@@ -9,6 +9,7 @@ import json
 import os
 import subprocess
 import sys
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -41,8 +42,9 @@ def check_invariance(
         strategy: used with more than one rank; one process is "single".
         tolerance: the largest relative difference of a loss or a weight that counts as rounding.
 
-    Returns what `fabricate check-invariance --json` prints: "largest", "steps", "notes", and "splits", each with its
-    "world_size", "micro_batch", "accumulation", and the relative differences "loss" and "weights".
+    Returns what `fabricate check-invariance --json` prints: "largest", "steps", "notes", "splits", each with its "world_size",
+    "micro_batch", "accumulation", and the relative differences "loss" and "weights", and "unseen": a text, also given as a warning, if
+    the updates change the weights so little that a wrong gradient would not show, else "".
 
     Raises FabricateError for a script that fails without the check or cannot be split.
 
@@ -59,12 +61,7 @@ def check_invariance(
         "--precision": precision,
         "--tolerance": tolerance,
     }
-    command = [sys.executable, "-m", "fabricate", "check-invariance", "--json"]
-    command += [f"{name}={value}" for name, value in options.items()]
-    done = subprocess.run([*command, os.fspath(script), "--", *arguments], capture_output=True, text=True)
-    if done.returncode not in (0, 1) or not done.stdout:
-        raise FabricateError(done.stderr.strip().removeprefix("error: "))
-    report: dict[str, Any] = json.loads(done.stdout)
+    report = _report(script, arguments, options)
     if report["largest"] > tolerance:
         worst = max(report["splits"], key=lambda split: max(split["loss"], split["weights"]))
         split = " x ".join(str(worst[name]) for name in ("world_size", "micro_batch", "accumulation"))
@@ -74,4 +71,16 @@ def check_invariance(
             f"expected at most {tolerance:.0e}. If training_step returns a mean over something other than rows, return its weight too: "
             "{'loss': loss, 'weight': number}. " + " ".join(report["notes"])
         )
+    if report["unseen"]:
+        warnings.warn(f"{os.fspath(script)}: {report['unseen']}", stacklevel=2)
+    return report
+
+
+def _report(script: str | os.PathLike[str], arguments: Sequence[str], options: dict[str, Any]) -> dict[str, Any]:
+    command = [sys.executable, "-m", "fabricate", "check-invariance", "--json"]
+    command += [f"{name}={value}" for name, value in options.items()]
+    done = subprocess.run([*command, os.fspath(script), "--", *arguments], capture_output=True, text=True)
+    if done.returncode not in (0, 1) or not done.stdout:
+        raise FabricateError(done.stderr.strip().removeprefix("error: "))
+    report: dict[str, Any] = json.loads(done.stdout)
     return report

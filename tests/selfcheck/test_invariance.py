@@ -62,6 +62,49 @@ def test_the_command_ends_with_1_where_a_split_differs_and_prints_numbers_for_pr
     assert report["largest"] > 1e-3
 
 
+WARMING_UP = """
+import torch
+from torch.utils.data import TensorDataset
+from fabricate import Trainer, TrainModule
+
+class Net(TrainModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(3, 1)
+
+    def training_step(self, batch):
+        x, y = batch
+        lines = self.layer(x).squeeze(1)
+        wrong = lines.mean() * y.mean()  # a product of means: its gradient depends on the micro-batch
+        return {"loss": lines.mean() + (wrong - wrong.detach()), "weight": len(x)}
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=RATE)
+
+x = torch.arange(24.0).reshape(8, 3) / 24
+Trainer(max_steps=2, seed=1).fit(Net(), TensorDataset(x, torch.tensor([5.0, -5, 4, -4, 3, 3, -3, -3])), batch_size=4)
+"""
+
+
+def test_updates_that_hardly_change_the_weights_are_named_because_they_hide_a_wrong_gradient(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(WARMING_UP.replace("RATE", "1e-8"))
+    command = ["check-invariance", "--global-batch", "4", "--worlds", "1", "--steps", "2", str(script)]
+    shown = CliRunner().invoke(main, command)
+    assert shown.exit_code == 0, shown.output
+    note = (
+        r"the updates changed the weights by \d\.\de-0[678] of their size at most, so a wrong gradient may stay below"
+    )
+    assert re.search(f"note: {note}", shown.output)
+    with pytest.warns(UserWarning, match=note):
+        report = check_invariance(script, global_batch_size=4, world_sizes=[1], steps=2)
+    assert report["unseen"] in shown.output
+    script.write_text(WARMING_UP.replace("RATE", "0.01"))
+    shown = CliRunner().invoke(main, command)
+    assert shown.exit_code == 1, shown.output
+    assert "the updates changed" not in shown.output
+
+
 NORMED = """
 import torch
 from fabricate import Trainer, TrainModule
@@ -88,6 +131,11 @@ def test_batch_norm_is_named_on_several_ranks_too(tmp_path: Path) -> None:
     assert shown.exit_code == 1, shown.output
     assert "layers.1 is a BatchNorm. It takes its statistics from each micro-batch" in shown.output
     assert "2 x 2 x 1" in shown.output
+    frozen = NORMED.replace("        return self.layers", "        self.layers[1].eval()\n        return self.layers")
+    (tmp_path / "train.py").write_text(frozen)
+    shown = CliRunner().invoke(main, ["check-invariance", *options, str(tmp_path / "train.py")])
+    assert shown.exit_code == 0, shown.output
+    assert "BatchNorm" not in shown.output
 
 
 def test_a_script_that_fails_or_trains_nothing_is_told_so(tmp_path: Path) -> None:
