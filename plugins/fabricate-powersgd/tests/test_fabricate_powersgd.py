@@ -95,6 +95,19 @@ def refused(strategy: str, **arguments: Any) -> str:
     return str(caught.value)
 
 
+def fit_sparse() -> str:
+    module = Wide()
+    module.words = torch.nn.Embedding(4, 4, sparse=True)
+    with pytest.raises(ConfigurationError) as caught:
+        Trainer(strategy="powersgd", max_steps=1, progress=False).fit(module, ROWS, batch_size=4)
+    return str(caught.value)
+
+
+def test_sparse_gradients_are_refused_by_the_name_of_their_layer() -> None:
+    for message in run_ranks(fit_sparse, 2):
+        assert "powersgd: it cannot exchange sparse gradients, those of words; set sparse=False" in message
+
+
 def test_what_would_keep_a_value_that_is_not_finite_is_refused() -> None:
     for arguments in ({"nonfinite": "skip"}, {"precision": "fp16"}):
         for message in run_ranks(refused, 2, "powersgd", **arguments):

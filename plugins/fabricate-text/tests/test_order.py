@@ -145,6 +145,21 @@ def test_what_is_drawn_is_counted_logged_and_stored(tmp_path: Path) -> None:
     assert list(state["plugins"].values()) == [{"drawn": counted}]
 
 
+def test_a_mixture_counts_anew_in_each_fit() -> None:
+    class Logs(Net):
+        def on_log(self, metrics: Any) -> None:
+            logged.append({name: metrics[f"drawn_{name}"] for name in "ab"})
+
+    mixture = Mixture({"a": [{"x": 1}] * 9, "b": [{"x": 2}] * 9}, {"a": 1, "b": 3}, rows=24)
+    for steps in (1, 5, 5, 3):
+        module, logged = Logs(), list[dict[str, float]]()
+        trainer = Trainer(max_steps=steps, log_every=2, seed=1, progress=False, plugins=[mixture])
+        trainer.fit(module, mixture.loader(batch_size=4))
+        rows = [row for batch in module.rows for row in batch]
+        assert mixture.drawn == {"a": rows.count(1), "b": rows.count(2)}
+        assert {name: sum(line[name] for line in logged) for name in "ab"} == mixture.drawn
+
+
 @pytest.mark.parametrize("options", [{"drop_last": True}, {}], ids=["drop_last", "limit_train_batches"])
 def test_rows_that_an_epoch_leaves_out_are_not_counted(options: dict[str, Any]) -> None:
     mixture = Mixture({"a": [{"x": 1}] * 9, "b": [{"x": 2}] * 9}, {"a": 1, "b": 3}, rows=26)

@@ -62,6 +62,12 @@ class PowerSGD(DDP):
         return {**super().describe(), "gradients": f"averaged in buckets of {self.bucket_cap_mb} MiB, {sent}"}
 
     def prepare(self, accelerator: Any, root: torch.nn.Module, module: torch.nn.Module) -> torch.nn.Module:
+        kinds = (torch.nn.Embedding, torch.nn.EmbeddingBag)
+        if sparse := [name for name, child in module.named_modules() if isinstance(child, kinds) and child.sparse]:
+            raise ConfigurationError(
+                f"powersgd: it cannot exchange sparse gradients, those of {', '.join(sparse)}; set sparse=False in these layers, or use "
+                "strategy='ddp'"
+            )
         self._updates = 0
         self._names = {id(parameter): name for name, parameter in module.named_parameters()}
         self._columns: dict[str, torch.Tensor] = {}

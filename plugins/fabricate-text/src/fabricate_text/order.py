@@ -102,11 +102,7 @@ class Mixture(Callback):
         if rows < 1:
             raise ConfigurationError(f"Mixture: rows={rows!r}: give at least 1")
         self._rows = _Rows(list(sources.values()), [float(weights[name]) for name in self._names], rows, seed)
-        none = np.zeros(len(sources), dtype=np.int64)
-        self._before = none
-        """The rows drawn before the checkpoint from which this fit continues, by source."""
-        self._logged = self._total = none
-        self._counted = (0, 0, none)
+        self.on_fit_start()
 
     @property
     def drawn(self) -> dict[str, int]:
@@ -128,6 +124,13 @@ class Mixture(Callback):
             )
         return DataLoader(self._rows, batch_size=batch_size, collate_fn=collate_fn, num_workers=num_workers, **options)
 
+    def on_fit_start(self) -> None:
+        none = np.zeros(len(self._names), dtype=np.int64)
+        self._before = none
+        """The rows drawn before the checkpoint from which this fit continues, by source."""
+        self._logged = self._total = none
+        self._counted = (0, 0, none)
+
     def on_step(self, trainer: Any, module: Any) -> None:
         self._total = self._before + self._until(trainer.progress)
         for name, total, before in zip(self._names, self._total, self._logged, strict=True):
@@ -139,8 +142,6 @@ class Mixture(Callback):
         """The rows drawn in this fit until `progress`, by source. Counts only the rows since the last call. An epoch may end before its
         last row (drop_last, limit_train_batches)."""
         epoch, position, counts = self._counted
-        if (progress.epoch, progress.position) < (epoch, position):  # another fit
-            epoch, position, counts = progress.epoch, 0, np.zeros_like(counts)
         if progress.epoch != epoch:
             position = 0
         if progress.position > position:
