@@ -26,6 +26,7 @@ from fabricate import (
     Trainer,
     TrainModule,
 )
+from fabricate.training.process import environment_restored
 from tests.support.wrong import ROWS, Regression, answering, refused, wrong_module
 
 # ------------------------------------------------------------------------------------------------------------------- optimizers
@@ -789,3 +790,33 @@ def test_a_part_that_an_evaluation_by_hand_leaves_in_eval_mode_gets_a_note(
     Trainer(max_epochs=3, progress=False).fit(module, ROWS, batch_size=2)
     text = "note: part, part.0 went into eval mode up to step"
     assert capsys.readouterr().err.count(text) == notes
+
+
+# ---------------------------------------------------------------------------------------------------------------- wrong objects
+
+
+def test_a_list_of_loaders_is_refused_with_what_to_do() -> None:
+    loader = torch.utils.data.DataLoader(ROWS, batch_size=2)  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match=r"val is a list of 2 DataLoader objects. Name them in a mapping"):
+        Trainer(max_steps=2, progress=False).fit(Regression(), ROWS, [loader, loader], batch_size=2)
+    with pytest.raises(
+        ConfigurationError,
+        match=r"train is a list of 2 DataLoader objects. Pass one that gives the rows or batches of all",
+    ):
+        Trainer(max_steps=2, progress=False).fit(Regression(), [loader, loader])
+
+
+def test_a_compiled_module_is_refused_with_what_to_do() -> None:
+    with environment_restored():
+        compiled: Any = torch.compile(Regression(), backend="eager")
+    with pytest.raises(ConfigurationError, match=r"pass the module as it was before, and set Trainer\(compile=True\)"):
+        Trainer(max_steps=1).fit(compiled, ROWS, batch_size=2)
+
+
+def test_whether_a_module_has_a_trainer_can_be_asked() -> None:
+    module = Regression()
+    assert not hasattr(module, "trainer")
+    with pytest.raises(FabricateError, match="exists only while a Trainer runs the module"):
+        module.trainer  # noqa: B018
+    with pytest.raises(AttributeError, match="no attribute 'trainr'"):
+        module.trainr  # noqa: B018
