@@ -5,10 +5,13 @@ Most boundaries have nothing to do. Must not know: how gradients are computed (`
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 
 from fabricate.checkpoint.state.logical import optimizer_groups
 from fabricate.data.batches import Window
+from fabricate.errors import few
 from fabricate.metrics.reduction import Metrics
 from fabricate.module import refusing_logs
 from fabricate.training.agenda import Agenda, Wanted
@@ -68,8 +71,9 @@ def _complete(run: Run, agenda: Agenda, wanted: Wanted, epoch: int, limit: str) 
     done."""
     owed = run.now.owed
     last = EPOCH_END in owed
+    averages: dict[str, float] = {}
     if EPOCH_METRICS in owed:
-        _log_epoch(run, epoch)
+        averages = _log_epoch(run, epoch)
         owed.remove(EPOCH_METRICS)
     if EVALUATION in owed:
         _validate(run, epoch)
@@ -77,7 +81,7 @@ def _complete(run: Run, agenda: Agenda, wanted: Wanted, epoch: int, limit: str) 
     if last:
         if run.calls.on_epoch_end is not None:
             run.calls.on_epoch_end(run.trainer, run.module, epoch)
-            _log_late(run, epoch)
+            _log_late(run, epoch, averages)
         owed.remove(EPOCH_END)
     wanted = agenda.decide_again(wanted, hooks_ran=wanted.log or wanted.evaluate or last)
     _check(run, wanted, ends=wanted.end or bool(limit), last=last)
@@ -122,16 +126,23 @@ def _end_epoch(run: Run) -> None:
         schedule.epoch_ended()
 
 
-def _log_epoch(run: Run, epoch: int) -> None:
+def _log_epoch(run: Run, epoch: int) -> dict[str, float]:
     averages = {f"epoch_{name}": value for name, value in run.metrics.finish().items()}
     run.journal.write_metrics("epoch", averages, epoch)
+    return averages
 
 
-def _log_late(run: Run, epoch: int) -> None:
+def _log_late(run: Run, epoch: int, averages: Mapping[str, float]) -> None:
     """Write what `on_epoch_end` logged on a line of its own, because the averages of the epoch are already written. All ranks."""
     late = Metrics(run.engine, run.engine.device, run.engine.ranks_per_row)
     late.take(run.module._logged, 1)
     if metrics := late.finish():
+        if taken := [name for name in metrics if name in averages or name in run.journal.validated]:
+            run.journal.note(
+                f"on_epoch_end logs {few(taken)}, a name under which the loop records a value too: both are written, and your value, the "
+                "later one, replaces that of the loop in FitResult.metrics and in checkpoints. Log it under another name, unless that is "
+                "meant"
+            )
         run.journal.write_metrics("epoch", metrics, epoch)
 
 

@@ -234,6 +234,22 @@ def test_a_name_of_the_validation_or_of_an_epochs_mean_that_a_step_logs_gets_a_n
     assert "logs epoch_loss, val_loss, a name under which" in capsys.readouterr().err
 
 
+def test_a_name_of_the_validation_or_of_an_epochs_mean_that_on_epoch_end_logs_gets_a_note(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    class Logs(Regression):
+        def on_epoch_end(self) -> None:
+            self.log("val_loss", 1)
+            self.log("epoch_loss", 2)
+            self.log("epoch_time", 3)
+
+    metrics = fit(Logs(), val=ROWS, max_epochs=2, max_steps=None).metrics
+    assert (metrics["val_loss"], metrics["epoch_loss"]) == (1, 2)
+    assert capsys.readouterr().err.count("on_epoch_end logs epoch_loss, val_loss, a name under which") == 1
+    fit(Logs(), max_epochs=2, max_steps=None)  # without a validation its name is free
+    assert "on_epoch_end logs epoch_loss, a name under which" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("returned", "message"),
     [
