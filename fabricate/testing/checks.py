@@ -51,7 +51,7 @@ def check_strategy(
     plugins: names or factories of plugins that run with it. equivalent: whether training equals one process that takes the whole batch
     (relative 1e-5); False for another algorithm. timeout: seconds per world size.
 
-    Checked: import, the update's arithmetic (accumulation, clipping, a ragged end, token weights, two optimizers), capability
+    Checked: import, the update's arithmetic (accumulation, clipping by norm and by value, a ragged end, token weights, two optimizers), capability
     declarations, checkpoints (names, exact resume, readable in one process) and that a failing rank ends the job.
 
         def test_my_strategy():
@@ -235,6 +235,8 @@ def _check_strategy_on(
         "token weights": Case(batch, by_token=True),
         "all of these": Case(batch, accumulation=2, max_grad_norm=0.1, ragged=True, by_token=True),
     }
+    if declared["exposes_gradients"]:
+        cases["clipping by value"] = Case(batch, max_grad_value=0.01)
     if declared["several_optimizers"]:
         cases["two optimizers"] = Case(batch, accumulation=2, several=True)
     resumable = _resumable(world_size)

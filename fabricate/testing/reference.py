@@ -138,6 +138,7 @@ class Case:
     global_batch: int
     accumulation: int = 1
     max_grad_norm: float | None = None
+    max_grad_value: float | None = None
     ragged: bool = False
     by_token: bool = False
     several: bool = False
@@ -203,6 +204,8 @@ def by_hand(case: Case) -> Trace:
         loss.backward()  # type: ignore[no-untyped-call]
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         norm = torch.nn.utils.clip_grad_norm_(parameters, case.max_grad_norm or float("inf"))
+        if case.max_grad_value is not None:
+            torch.nn.utils.clip_grad_value_(parameters, case.max_grad_value)
         if step == 0:
             trace.gradients = {n: (0, p.grad.flatten().clone()) for n, p in named(module) if p.grad is not None}
         optimizer.step()
@@ -269,6 +272,7 @@ def _run(fit: Fit) -> Trace:
         max_steps=case.steps,
         gradient_accumulation_steps=case.accumulation,
         max_grad_norm=case.max_grad_norm,
+        max_grad_value=case.max_grad_value,
         seed=SEED,
         run_dir=fit.run_dir,
         save_every=f"{SAVE_STEP} steps" if fit.run_dir else None,

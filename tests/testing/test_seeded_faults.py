@@ -287,6 +287,12 @@ class ClipsNothing(DDP):
     def clip(self, parameters: Sequence[torch.nn.Parameter], max_norm: float, norm: torch.Tensor) -> None: ...
 
 
+class ClipsNoValue(DDP):
+    name: ClassVar[str] = "clips-no-value"
+
+    def clip_by_value(self, parameters: Sequence[torch.nn.Parameter], max_value: float) -> None: ...
+
+
 @pytest.mark.parametrize(
     ("strategy", "words"),
     [
@@ -308,6 +314,7 @@ class ClipsNothing(DDP):
         ),
         (IgnoresAccumulation, ["agreement with one process: accumulation, 2 ranks"]),
         (ClipsNothing, ["agreement with one process: clipping, 2 ranks"]),
+        (ClipsNoValue, ["agreement with one process: clipping by value, 2 ranks"]),
         (SaysItShards, ["shards_parameters = True: 2 ranks", "elements by rank [1089, 1089]"]),
         (HidesGradients, ["exposes_gradients: whole batches, 2 ranks", "None on rank 0 for blocks.0.bias"]),
     ],
