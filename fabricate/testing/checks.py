@@ -51,8 +51,8 @@ def check_strategy(
     plugins: names or factories of plugins that run with it. equivalent: whether training equals one process that takes the whole batch
     (relative 1e-5); False for another algorithm. timeout: seconds per world size.
 
-    Checked: import, the update's arithmetic (accumulation, clipping by norm and by value, a ragged end, token weights, two optimizers), capability
-    declarations, checkpoints (names, exact resume, readable in one process) and that a failing rank ends the job.
+    Checked: import, the update's arithmetic (accumulation, clipping by norm and by value, a ragged end, token weights, two optimizers),
+    capability declarations, checkpoints (names, exact resume, readable in one process) and that a failing rank ends the job.
 
         def test_my_strategy():
             check_strategy("mine:every=2", equivalent=False)

@@ -336,6 +336,14 @@ def test_a_checkpoint_that_the_tools_of_these_tests_rewrite_unchanged_is_accepte
     assert len(CASES) == sum(map(len, TABLE.values())) > 40
 
 
+@pytest.mark.parametrize("order", [[0, 0], [0], [2, 1], [1, 0, 2], [-1, 0]])
+def test_an_order_in_memory_that_is_none_of_the_dimensions_is_refused(order: list[int], folder: Path) -> None:
+    name = "optimizer/main/layer.weight/exp_avg"
+    edit(folder, "state.json", "optimizers", "main", "memory_order", value={name: order})
+    with pytest.raises(CheckpointError, match=f"order in memory of {name} is .* not an order of its dim"):
+        fit(resume=folder)
+
+
 @pytest.mark.parametrize("name", ["state.json", "rank-00000.json"])
 def test_state_of_any_other_shape_is_refused_by_name(name: str, folder: Path) -> None:
     tree = json.loads((folder / name).read_bytes())

@@ -75,3 +75,55 @@ def test_a_resumed_run_is_the_same_or_a_note_says_what_is_lost(
     fit(tmp_path / "resumed", 3)
     assert torch.equal(whole, fit(tmp_path / "resumed", 6)) is not named
     assert ("note: Named.state['steps'] changed since the fit began" in capsys.readouterr().err) is named
+
+
+class Rotates(torch.optim.Optimizer):
+    """Keeps matrices by columns, as those that preconditioned optimizers (SOAP, Shampoo) get from torch.linalg: in a list, in the shape of
+    the parameter, and in another shape. Their products are rounded differently by rows."""
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for parameter in self.param_groups[0]["params"]:
+            state, gradient = self.state[parameter], parameter.grad
+            if not state:
+                noise = torch.randn(3, 24, 24, generator=torch.Generator().manual_seed(1))
+                square, wide = torch.linalg.qr(noise)[0].mT.contiguous().mT, noise[0, :12].mT.contiguous().mT
+                state.update(bases=[square[0], {"second": square[1]}], own=square[2], wide=wide)
+            turned = state["bases"][0].T @ gradient @ state["bases"][1]["second"] @ state["own"]
+            state["own"] = state["own"] + 1e-3 * turned  # keeps the order in memory
+            state["wide"].mul_(0.9)
+            parameter.data.sub_(turned @ (state["wide"].T @ state["wide"]), alpha=1e-3)
+
+
+class Square(TrainModule):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = torch.nn.Linear(24, 24, bias=False)
+
+    def training_step(self, batch: Any) -> torch.Tensor:
+        loss: torch.Tensor = (self.layer(batch) - batch.sin()).square().mean()
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        self.optimizer = Rotates(self.parameters(), lr=1e-3)
+        return self.optimizer
+
+
+def test_state_comes_back_in_its_order_in_memory(tmp_path: Path) -> None:
+    def fit(run_dir: Path, steps: int) -> tuple[torch.Tensor, list[tuple[int, ...]]]:
+        module = Square()
+        rows = torch.randn(8, 24, generator=torch.Generator().manual_seed(2))
+        Trainer(max_steps=steps, run_dir=run_dir, seed=1, progress=False).fit(module, rows, batch_size=2)
+        (state,) = module.optimizer.state.values()
+        matrices = [state["bases"][0], state["bases"][1]["second"], state["own"], state["wide"]]
+        return module.layer.weight.detach(), [matrix.stride() for matrix in matrices]
+
+    whole, strides = fit(tmp_path / "whole", 8)
+    assert strides == [(1, 24), (1, 24), (1, 24), (1, 12)]
+    fit(tmp_path / "resumed", 3)
+    resumed, again = fit(tmp_path / "resumed", 8)
+    assert again == strides
+    assert torch.equal(resumed, whole)

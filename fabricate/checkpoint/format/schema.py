@@ -26,13 +26,35 @@ class _Each:
     shape: Any
 
 
+@dataclass(frozen=True)
+class _Maybe:
+    """The value of a key that checkpoints of earlier versions may lack."""
+
+    shape: Any
+
+
 _NUMBER: Final = (int, float)
-_MODULE: Final = {"class": str, "arguments": dict, "unrecorded": [str], "transient": [str]}
+_MODULE: Final = {
+    "class": str,
+    "arguments": dict,
+    "order": _Maybe([str]),
+    "tuples": _Maybe([str]),  # only of earlier versions
+    "unrecorded": [str],
+    "transient": [str],
+}
+_OPTIMIZER: Final = {
+    "kind": str,
+    "groups": [{"names": [str], "options": dict}],
+    "values": _Each(dict),
+    "memory_order": _Maybe(_Each([int])),
+}
 _SHARED: Final = {
     "module": _MODULE,
-    "optimizers": _Each({"kind": str, "groups": [{"names": [str], "options": dict}], "values": _Each(dict)}),
+    "optimizers": _Each(_OPTIMIZER),
     "schedulers": _Each({"kind": str}),
     "scaler": (dict, type(None)),
+    "weight_per_row": _Maybe(_Each(float)),
+    "weighed_by": _Maybe(_Each(str)),
     "seed": int,
     "data": {
         "num_samples": (int, type(None)),
@@ -40,23 +62,17 @@ _SHARED: Final = {
         "shuffle": (bool, type(None)),
     },
     "progress": dict.fromkeys(Progress.__dataclass_fields__, _NUMBER),
+    "surplus_updates": _Maybe(int),
+    "owed": _Maybe([str]),
+    "paused": _Maybe([str]),
     "latest": dict,
+    "last_norm": _Maybe(dict),
     "plugins": _Each(dict),
+    "beside_weights": _Maybe([str]),
     "metrics_bytes": int,
 }
-_OWN: Final = {"rng": dict, "metrics": dict, "buffers": [str], "torchmetrics": dict}
-_LATER_OF_MODULE: Final = {"order": [str], "tuples": [str]}
-_LATER: Final = {
-    "weight_per_row": _Each(float),
-    "weighed_by": _Each(str),
-    "stop": str,
-    "owed": [str],
-    "paused": [str],
-    "beside_weights": [str],
-    "surplus_updates": int,
-    "last_norm": dict,
-}
-"""Keys of either file, and above of its module, that checkpoints of earlier or of this version may lack."""
+_WEIGHTS_ONLY: Final = {"module": _MODULE, "beside_weights": _Maybe([str])}
+_OWN: Final = {"rng": dict, "metrics": dict, "buffers": [str], "torchmetrics": dict, "stop": _Maybe(str)}
 
 
 def shared_state(reader: Reader) -> Any:
@@ -64,18 +80,8 @@ def shared_state(reader: Reader) -> Any:
     structure."""
     tree: Any = reader.json("state.json")
     weights_only = isinstance(tree, dict) and ("imported" in tree or tree.get("weights_only") is True)
-    shape = {"module": _MODULE} if weights_only else _with_later(_SHARED, tree, _LATER)
-    _check(tree, shape, f"checkpoint {reader.path}: state.json")
-    _check(
-        tree["module"],
-        _with_later(_MODULE, tree["module"], _LATER_OF_MODULE),
-        f"checkpoint {reader.path}: state.json: module",
-    )
+    _check(tree, _WEIGHTS_ONLY if weights_only else _SHARED, f"checkpoint {reader.path}: state.json")
     return tree
-
-
-def _with_later(shape: Mapping[str, Any], tree: Any, later: Mapping[str, Any]) -> dict[str, Any]:
-    return {**shape, **{key: below for key, below in later.items() if isinstance(tree, dict) and key in tree}}
 
 
 def saved_world_size(reader: Reader) -> int:
@@ -89,7 +95,7 @@ def own_state(reader: Reader, rank: int) -> Any:
     """The content of the file of one rank, such as rank-00000.json. Raises CheckpointError for any other structure."""
     name = f"rank-{rank:05d}.json"
     tree: Any = reader.json(name)
-    _check(tree, _with_later(_OWN, tree, _LATER), f"checkpoint {reader.path}: {name}")
+    _check(tree, _OWN, f"checkpoint {reader.path}: {name}")
     return tree
 
 
@@ -99,9 +105,10 @@ def _check(tree: Any, shape: Any, where: str) -> None:
     if isinstance(shape, Mapping):
         _kind(tree, dict, where)
         for key, below in shape.items():
-            if key not in tree:
+            if key in tree:
+                _check(tree[key], below.shape if isinstance(below, _Maybe) else below, f"{where}: {key}")
+            elif not isinstance(below, _Maybe):
                 raise CheckpointError(f"{where} lacks {key!r}: the file is damaged or was not written by fabricate")
-            _check(tree[key], below, f"{where}: {key}")
     elif isinstance(shape, _Each):
         _kind(tree, dict, where)
         for key, value in tree.items():

@@ -9,10 +9,10 @@ Must not know: the loop, when to save, directories and commits (fabricate.checkp
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -23,7 +23,6 @@ from fabricate.checkpoint.format.directory import Chunk, Reader, TensorRecord, f
 from fabricate.checkpoint.format.schema import shared_state
 from fabricate.checkpoint.state.staging import Values, bytes_of, held
 from fabricate.errors import CheckpointError, ConfigurationError
-from fabricate.optim.trial import State, rebuilt, tried_state
 from fabricate.strategies.base import Strategy
 from fabricate.strategies.quantised import Quantised, quantised_weights
 from fabricate.strategies.sharding import inner_tensors, is_sharded, is_wrapper
@@ -48,9 +47,12 @@ _CODES = {
     torch.float8_e5m2: "F8_E5M2",
 }
 SAVED_DTYPES = tuple(_CODES)
-_DTYPES = {code: dtype for dtype, code in _CODES.items()}
+DTYPES = {code: dtype for dtype, code in _CODES.items()}
 Groups = list[dict[str, torch.nn.Parameter]]
 """The parameters of an optimizer by name, one mapping per parameter group."""
+Orders = Mapping[str, Sequence[int]]
+"""By logical name, what `memory_order` returned, of tensors where that is not empty."""
+_ROW_MAJOR: Orders = MappingProxyType({})
 _WRITERS = 8
 """The largest number of ranks that share the writing of a range that they all hold. It is limited because a rank that resumes opens the
 files of all these ranks, and the manifest has a record for each slice. A reader can keep more files and blocks than this."""
@@ -79,14 +81,28 @@ def digest(tensor: torch.Tensor) -> str:
 def read(reader: Reader, name: str, start: int = 0, count: int | None = None) -> torch.Tensor:
     """Elements ``[start, start + count)`` of a logical tensor, 1-D on the CPU. Every block read is verified."""
     record = reader.manifest.tensors[reader.manifest.aliases.get(name, name)]
-    values = torch.empty(record.num_elements - start if count is None else count, dtype=_DTYPES[record.dtype])
+    values = torch.empty(record.num_elements - start if count is None else count, dtype=DTYPES[record.dtype])
     reader.read_into(name, bytes_of(values), start)
     return values
 
 
-def read_whole(reader: Reader, name: str) -> torch.Tensor:
-    """A logical tensor in its own shape, on the CPU."""
-    return read(reader, name).reshape(reader.manifest.tensors[name].shape)
+def read_whole(reader: Reader, name: str, orders: Orders = _ROW_MAJOR) -> torch.Tensor:
+    """A logical tensor in its own shape and order in memory, on the CPU."""
+    tensor = read(reader, name).reshape(reader.manifest.tensors[name].shape)
+    return in_order(tensor, orders[name]) if name in orders else tensor
+
+
+def memory_order(tensor: torch.Tensor) -> list[int]:
+    """The dimensions of `tensor` from the largest stride to the smallest; empty if that is their own order, or if the tensor has gaps or
+    overlaps. Matrix products and sums of another order are rounded differently."""
+    order = sorted(range(tensor.ndim), key=lambda dimension: -tensor.stride()[dimension])
+    return order if not tensor.is_contiguous() and tensor.permute(order).is_contiguous() else []
+
+
+def in_order(tensor: torch.Tensor, order: Sequence[int]) -> torch.Tensor:
+    """`tensor` with the order in memory that `memory_order` returned."""
+    back = sorted(range(tensor.ndim), key=order.__getitem__)
+    return tensor.permute(*order).contiguous().permute(*back)
 
 
 def named_tensors(module: torch.nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], dict[str, str]]:
@@ -165,25 +181,35 @@ class Saver:
     def optimizer(self, label: str, optimizer: torch.optim.Optimizer, groups: Groups) -> dict[str, Any]:
         """Add the state and the groups of one optimizer. Returns the part of them that is JSON."""
         values: dict[str, dict[str, Any]] = {}
+        orders: dict[str, list[int]] = {}
+
+        def whole(logical: str, tensor: torch.Tensor) -> None:
+            if order := memory_order(tensor):
+                orders[logical] = order
+            self.whole(logical, tensor)
+
         for name, parameter in (pair for group in groups for pair in group.items()):
             for key, value in self.strategy.optimizer_state(optimizer, parameter).items():
                 logical = f"optimizer/{label}/{name}/{key}"
                 if isinstance(value, Strategy.Part):
                     _check_plain(logical, value, self.strategy)
+                    if value.replicated and (order := memory_order(value.memory)):
+                        orders[logical] = order
                     self.part(logical, value)
                 elif is_wrapper(value):
                     inner = {name: getattr(value, name) for name in value.__tensor_flatten__()[0]}
-                    values.setdefault(name, {})[key] = self.encode(inner, logical, self.whole)
+                    values.setdefault(name, {})[key] = self.encode(inner, logical, whole)
                 elif isinstance(value, torch.Tensor):
-                    self.whole(logical, value)
+                    whole(logical, value)
                 else:
-                    values.setdefault(name, {})[key] = self.encode(value, logical, self.whole)
+                    values.setdefault(name, {})[key] = self.encode(value, logical, whole)
         saved_groups = [
             {"options": self.encode({k: v for k, v in g.items() if k != "params"}, f"optimizer/{label}/group", self.whole),
              "names": list(names)}
             for g, names in zip(optimizer.param_groups, groups, strict=True)
         ]  # fmt: skip
-        return {"kind": type(optimizer).__name__, "groups": saved_groups, "values": values}
+        kind = type(optimizer).__name__
+        return {"kind": kind, "groups": saved_groups, "values": values, "memory_order": orders}
 
     def encode(self, value: object, path: str, put: Callable[[str, torch.Tensor], None]) -> Any:
         """Return `value` as tagged JSON. Tensors inside are passed to `put` with names that begin with `path`."""
@@ -214,13 +240,18 @@ def _check_plain(name: str, part: Strategy.Part, strategy: Strategy) -> None:
         )
 
 
-def decode_with(reader: Reader, tree: object, device: torch.device | None = None) -> Any:
+def decode_with(
+    reader: Reader,
+    tree: object,
+    device: torch.device | None = None,
+    orders: Orders = _ROW_MAJOR,
+) -> Any:
     """Return the value that `Saver.encode` encoded. Tensors are read whole, onto the CPU; those with dimensions then move to `device`."""
 
     def tensor(name: str) -> torch.Tensor:
         if name not in reader.manifest.tensors:
             raise CheckpointError(f"the saved state refers to the tensor {name!r}, which the checkpoint does not hold")
-        value = read_whole(reader, name)
+        value = read_whole(reader, name, orders)
         return value.to(device) if device and value.ndim else value  # optimizers keep counters on the CPU
 
     try:
@@ -388,7 +419,7 @@ def _check_fits(reader: Reader, name: str, there: str, live: Strategy.Part) -> N
     """Raise `CheckpointError` unless the saved tensor `there` has the shape and the kind of dtype (float, complex, ...) of the module's.
     The width of a float may differ."""
     record, where = reader.manifest.tensors[there], f"checkpoint {reader.path}"
-    shape, dtype = tuple(record.shape), _DTYPES[record.dtype]
+    shape, dtype = tuple(record.shape), DTYPES[record.dtype]
     if shape != live.shape:
         raise CheckpointError(
             f"{where}: {name} has shape {shape}, but {live.shape} in this module. Build the module with the same arguments, or "
@@ -415,17 +446,18 @@ def load_model(reader: Reader, module: torch.nn.Module, strategy: Strategy | Non
     parameters, buffers, _ = named_tensors(module)
     for name, tensor in (*parameters.items(), *buffers.items()):
         if name_there := source.get(f"model/{name}"):
-            _fill(reader, name_there, strategy.local_part(tensor))
+            fill(reader, name_there, strategy.local_part(tensor))
     strategy.after_load()
 
 
-def _fill(reader: Reader, name: str, part: Strategy.Part) -> None:
+def fill(reader: Reader, name: str, part: Strategy.Part) -> None:
+    """Copy this rank's part of a logical tensor into its memory."""
     memory, record = part.memory, reader.manifest.tensors[name]
     if (
         part.in_place
         and memory.device.type == "cpu"
         and memory.is_contiguous()
-        and memory.dtype is _DTYPES[record.dtype]
+        and memory.dtype is DTYPES[record.dtype]
     ):
         reader.read_into(name, bytes_of(memory), part.start)  # directly into the module's memory
         return
@@ -434,108 +466,6 @@ def _fill(reader: Reader, name: str, part: Strategy.Part) -> None:
 
 def _some(names: list[str]) -> str:
     return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "") if names else "nothing"
-
-
-def compare_optimizer(
-    path: Path, label: str, optimizer: torch.optim.Optimizer, saved: Mapping[str, Any], groups: Groups
-) -> None:
-    """Raise `CheckpointError` unless `optimizer` has the saved class, and the same parameters in the same groups."""
-    where = f"checkpoint {path}, optimizer {label!r}"
-    if saved["kind"] != type(optimizer).__name__:
-        raise CheckpointError(
-            f"{where}: the checkpoint has a {saved['kind']}, but this run has a {type(optimizer).__name__}. Use the same, or resume='never'"
-        )
-    live = [list(group) for group in groups]
-    if [g["names"] for g in saved["groups"]] != live:
-        raise CheckpointError(
-            f"{where}: the checkpoint has {len(saved['groups'])} groups of {sum(len(g['names']) for g in saved['groups'])} "
-            "parameters in all, this "
-            f"run has {len(live)} groups of {sum(map(len, live))}, or the parameters are in another order (frozen parameters "
-            "are in no group). Build the optimizer as before, or resume='never'. A group that a hook adds (add_param_group) is not there "
-            "when a run resumes: give the optimizer all parameters, and train those of a layer later with UnfreezeAt"
-        )
-
-
-def load_optimizer(
-    reader: Reader,
-    label: str,
-    optimizer: torch.optim.Optimizer,
-    saved: Mapping[str, Any],
-    groups: Groups,
-    strategy: Strategy,
-) -> None:
-    """Restore one optimizer after `compare_optimizer`: the options of each group and this rank's part of the state, matched by parameter
-    name."""
-    prefix = f"optimizer/{label}/"
-    keys: dict[str, list[str]] = {}
-    for logical in reader.manifest.tensors:
-        if logical.startswith(prefix):
-            name, _, key = logical.removeprefix(prefix).rpartition("/")
-            keys.setdefault(name, []).append(key)
-    _clear(optimizer.state)
-    tried = functools.cache(functools.partial(_tried, optimizer, groups))
-    for live, stored, group in zip(optimizer.param_groups, saved["groups"], groups, strict=True):
-        live.update(decode_mapping(reader, stored["options"], f"a group of optimizer {label!r}"))
-        on_device = bool(live.get("fused") or live.get("capturable"))
-        for name, parameter in group.items():
-            where, values = f"{prefix}{name}", saved["values"].get(name, {})
-            # Prefixes of the tensors inside these values.
-            inside = tuple(f"{key}{mark}" for key in values for mark in ".[{")
-            own = [key for key in keys.get(name, []) if not key.startswith(inside)]
-            state = _saved_tensors(
-                reader, where, own, strategy.local_part(parameter).shape, parameter.device, on_device
-            )
-            for key, tree in values.items():
-                value = decode_with(reader, tree, parameter.device)
-                if isinstance(value, dict):
-                    value = _restored(
-                        reader, f"{where}/{key}", value, tried().get(parameter, {}).get(key), parameter.device
-                    )
-                state[key] = value
-            for key, part in strategy.restore_optimizer_state(optimizer, parameter, state).items():
-                _fill(reader, f"{where}/{key}", part)
-    strategy.after_load()
-
-
-def _clear(state: dict[Any, Any]) -> None:
-    """Remove the state of parameters; what an optimizer keeps under other keys is as its constructor set it."""
-    for key in [key for key in state if isinstance(key, torch.Tensor)]:
-        del state[key]
-
-
-def _tried(optimizer: torch.optim.Optimizer, groups: Groups) -> State:
-    """The state that a first step leaves; none if the step does not run on the meta device, where no tensor subclass is expected."""
-    try:
-        return tried_state(optimizer, {p: p for group in groups for p in group.values()})
-    except Exception:  # optimizers may raise anything there
-        return {}
-
-
-def _saved_tensors(
-    reader: Reader, where: str, keys: Iterable[str], shape: tuple[int, ...], device: torch.device, on_device: bool
-) -> dict[str, Any]:
-    """The state of one parameter: only the dtype of a tensor shaped like the parameter, and the whole value of any other. `on_device`:
-    whether the counter of steps lies on the device too."""
-    state: dict[str, Any] = {}
-    for key in keys:
-        record = reader.manifest.tensors[f"{where}/{key}"]
-        if tuple(record.shape) == shape and (shape or key != "step"):
-            state[key] = _DTYPES[record.dtype]
-        else:
-            value = read_whole(reader, f"{where}/{key}")
-            state[key] = value if key == "step" and not on_device else value.to(device)
-    return state
-
-
-def _restored(reader: Reader, name: str, saved: Any, live: object, device: torch.device) -> Any:
-    """Return the mapping `saved`, rebuilt as a tensor subclass if `live`, the state that a first step leaves, is one."""
-    if not is_wrapper(live):
-        return saved
-    assert isinstance(live, torch.Tensor)
-    try:
-        return rebuilt(live, saved, device)
-    except ValueError as exc:
-        raise CheckpointError(f"checkpoint {reader.path}: {name}: {exc}. Build the optimizer as before") from exc
 
 
 def recorded_arguments(path: Path) -> tuple[dict[str, Any], list[str]]:

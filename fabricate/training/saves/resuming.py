@@ -18,7 +18,6 @@ from fabricate.checkpoint.state.constants import about_constants, set_otherwise
 from fabricate.checkpoint.state.logical import (
     compare_frozen,
     compare_model,
-    compare_optimizer,
     decode_mapping,
     load_model,
     optimizer_groups,
@@ -50,6 +49,8 @@ def _saying_how_to_start_over() -> Iterator[None]:
 @_saying_how_to_start_over()
 def resume(run: Run, path: Path) -> None:
     """Restore the checkpoint `path`. All ranks. Everything is compared before anything changes, so that an error has no effect."""
+    from fabricate.checkpoint.state.optimizers import compare_optimizer
+
     with Reader(path, part=(run.engine.rank, run.engine.world_size)) as reader:
         tree = shared_state(reader)
         if "optimizers" not in tree:

@@ -26,7 +26,6 @@ from fabricate.checkpoint.state.logical import (
     digest,
     frozen_digests,
     load_model,
-    load_optimizer,
     named_tensors,
     optimizer_groups,
     read_whole,
@@ -261,6 +260,8 @@ def _batches_taken(run: Run) -> int | None:
 
 def restore(run: Run, reader: Reader, tree: Any) -> None:
     """Restore the state of the checkpoint. `tree`: its `shared_state`. All ranks."""
+    from fabricate.checkpoint.state.optimizers import load_optimizer
+
     engine, optim = run.engine, run.optim
     groups = optimizer_groups(run.module, optim.optimizers, engine.strategy)
     load_model(reader, run.module, engine.strategy)
