@@ -15,6 +15,7 @@ from fabricate.errors import few
 from fabricate.metrics.reduction import Metrics
 from fabricate.module import refusing_logs
 from fabricate.training.agenda import Agenda, Wanted
+from fabricate.training.evaluations.evaluated import finish_metrics
 from fabricate.training.evaluations.evaluation import validate
 from fabricate.training.first_update import FirstUpdate
 from fabricate.training.reports.log_lines import begin_line, may_wait, stop_if_nonfinite, write_line
@@ -127,7 +128,7 @@ def _end_epoch(run: Run) -> None:
 
 
 def _log_epoch(run: Run, epoch: int) -> dict[str, float]:
-    averages = {f"epoch_{name}": value for name, value in run.metrics.finish().items()}
+    averages = {f"epoch_{name}": value for name, value in finish_metrics(run, run.metrics).items()}
     run.journal.write_metrics("epoch", averages, epoch)
     return averages
 
@@ -136,7 +137,7 @@ def _log_late(run: Run, epoch: int, averages: Mapping[str, float]) -> None:
     """Write what `on_epoch_end` logged on a line of its own, because the averages of the epoch are already written. All ranks."""
     late = Metrics(run.engine, run.engine.device, run.engine.ranks_per_row)
     late.take(run.module._logged, 1)
-    if metrics := late.finish():
+    if metrics := finish_metrics(run, late):
         if taken := [name for name in metrics if name in averages or name in run.journal.validated]:
             run.journal.note(
                 f"on_epoch_end logs {few(taken)}, a name under which the loop records a value too: both are written, and your value, the "

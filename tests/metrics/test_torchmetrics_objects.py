@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 import torchmetrics
 
@@ -33,6 +34,22 @@ def test_a_snapshot_puts_back_every_torchmetrics_state() -> None:
     assert float(module.mean.compute()) == 1.0
     assert float(module.cat.compute()) == 1.0
     assert module.mean.update_count == module.cat.update_count == 1
+
+
+def test_a_snapshot_puts_back_how_often_a_tracker_was_incremented() -> None:
+    module = torch.nn.Module()
+    tracker = module.tracker = torchmetrics.wrappers.MetricTracker(torchmetrics.SumMetric(), maximize=True)
+    restore = snapshot_torchmetrics(module)
+    for number in (1.0, 2.0):
+        tracker.increment()
+        tracker.update(torch.tensor(number))
+    again = snapshot_torchmetrics(module)
+    restore()
+    with pytest.raises(ValueError, match="cannot be called before"):
+        tracker.update(torch.tensor(1.0))
+    again()
+    assert tracker.compute_all().tolist() == [1.0, 2.0]
+    assert tracker.n_steps == 2
 
 
 def test_the_state_of_torchmetrics_objects_goes_through_a_copy() -> None:

@@ -13,7 +13,7 @@ import torch
 import torchmetrics
 from transformers.optimization import Adafactor
 
-from fabricate import Callback, ConfigurationError, LearningRateFinder, Trainer
+from fabricate import Callback, ConfigurationError, LearningRateFinder, RankError, Trainer
 from fabricate.testing import run_ranks
 from tests.support.regression import ROWS, Hears, Regression, Scripted, exploding, fit, weights
 
@@ -189,6 +189,56 @@ def test_torchmetrics_objects_go_on_on_another_number_of_ranks(
     assert "note: the state of pearson was counted on 2 ranks" in capsys.readouterr().err
 
 
+class Wrapped(Regression):
+    """Logs wrappers of torchmetrics that count beside their states."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        wrappers = torchmetrics.wrappers
+        self.least = wrappers.MinMaxMetric(torchmetrics.SumMetric())
+        self.recent = wrappers.Running(torchmetrics.SumMetric(), window=3)
+        self.tracker = wrappers.MetricTracker(torchmetrics.SumMetric(), maximize=True)
+        self.both = wrappers.MetricTracker(torchmetrics.MetricCollection([torchmetrics.SumMetric()]), maximize=[True])
+
+    def on_epoch_start(self, epoch: int) -> None:
+        if self.tracker.n_steps == epoch:  # this hook is called again if the epoch is resumed
+            self.tracker.increment()
+            self.both.increment()
+
+    def training_step(self, batch: Any) -> torch.Tensor:
+        number = batch[1].flatten() * (1 + self.trainer.epoch)
+        for metric in (self.least, self.recent, self.tracker, self.both):
+            metric.update(number)
+        self.log("least", self.least)
+        return super().training_step(batch)
+
+    def on_epoch_end(self) -> None:
+        self.log("recent", self.recent.compute())
+        self.log("best", self.tracker.best_metric())
+        self.log("sums", self.both.compute_all()["SumMetric"].sum())
+
+
+def wrapped(run_dir: Path, strategy: str, steps: int, batch_size: int) -> dict[str, float]:
+    trainer = Trainer(strategy=strategy, max_steps=steps, run_dir=run_dir, seed=1, progress=False, print_plan="none")
+    metrics = trainer.fit(Wrapped(), ROWS, batch_size=batch_size, shuffle=False).metrics
+    return {name: value for name, value in metrics.items() if not name.endswith(("loss", "lr"))}
+
+
+@pytest.mark.parametrize("stop", [2, 4, 5, 9])
+def test_wrappers_of_torchmetrics_go_on_after_a_resume(tmp_path: Path, stop: int) -> None:
+    whole = wrapped(tmp_path / "whole", "single", 12, 2)
+    assert whole["epoch_least_max"] == 3 * whole["epoch_least_min"] == whole["best"] == 10.5
+    wrapped(tmp_path / "stopped", "single", stop, 2)
+    assert wrapped(tmp_path / "stopped", "single", 12, 2) == whole
+
+
+def test_wrappers_of_torchmetrics_go_on_on_another_number_of_ranks(tmp_path: Path) -> None:
+    whole = wrapped(tmp_path / "whole", "single", 12, 2)
+    wrapped(tmp_path / "stopped", "single", 5, 2)
+    for metrics in run_ranks(wrapped, 2, tmp_path / "stopped", "ddp", 12, 1):
+        assert metrics == pytest.approx(whole)
+
+
 def test_a_rank_without_rows_logs_nothing() -> None:
     expected = {"epoch_object": 5.0, "epoch_sum": 5.0, "epoch_own": 0.25, "epoch_mean": 0.25}
     assert counted("single") == expected
@@ -196,34 +246,92 @@ def test_a_rank_without_rows_logs_nothing() -> None:
         assert run_ranks(counted, 2, strategy) == [expected] * 2
 
 
+class Items(torchmetrics.Metric):
+    """Keeps one number and one matrix for each row, in lists that torchmetrics does not concatenate."""
+
+    numbers: list[torch.Tensor]
+    matrices: list[torch.Tensor]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("numbers", [], dist_reduce_fx=None)
+        self.add_state("matrices", [], dist_reduce_fx=None)
+
+    def update(self, numbers: torch.Tensor) -> None:
+        self.numbers += numbers.unbind()
+        self.matrices += [number.expand(round(8 * float(number)) % 3, 2) for number in numbers]
+
+    def compute(self) -> torch.Tensor:
+        assert all(each.ndim == 0 for each in self.numbers)
+        assert sorted(each.shape[0] for each in self.matrices) == sorted(round(8 * float(n)) % 3 for n in self.numbers)
+        return torch.stack(self.numbers).square().sum() + sum(each.sum() for each in self.matrices)
+
+
 class Ranks(Regression):
-    """Measures with torchmetrics objects that keep rows: numbers and labels, alone and in a collection."""
+    """Measures with torchmetrics objects that keep rows: numbers and labels, alone and in a collection, and items."""
 
     def __init__(self) -> None:
         super().__init__()
         self.area = torchmetrics.AveragePrecision("binary")
         both = {"one": torchmetrics.AveragePrecision("binary"), "two": torchmetrics.AveragePrecision("binary")}
         self.several = torchmetrics.MetricCollection(both)
+        self.rank = torchmetrics.retrieval.RetrievalMRR()
+        self.items = torchmetrics.MetricCollection({"one": Items(), "two": Items()})
+        self.least = torchmetrics.wrappers.MinMaxMetric(Items())
+
+    def training_step(self, batch: Any) -> torch.Tensor:
+        self.validation_step(batch)
+        return super().training_step(batch)
 
     def validation_step(self, batch: Any) -> None:
         number, label = batch[1].flatten(), (batch[1].flatten() * 8).long() % 2
         self.area.update(number, label)
         self.several.update(number, label)
+        self.rank.update(number, label, label * 0)
+        self.items.update(number)
+        self.least.update(number)
         self.log("area", self.area)
         self.log("of", self.several)
+        self.log("rank", self.rank)
+        self.log("items", self.items)
+        self.log("least", self.least)
 
 
-def ranked(strategy: str, rows: int) -> dict[str, float]:
-    trainer = Trainer(strategy=strategy, progress=False, print_plan="none")
+def ranked(strategy: str, rows: int, epochs: int = 0) -> dict[str, float]:
+    trainer = Trainer(strategy=strategy, max_epochs=epochs or None, progress=False, print_plan="none")
+    if epochs:
+        metrics = trainer.fit(Ranks(), ROWS[-rows:], batch_size=2, shuffle=False).metrics
+        return {name: value for name, value in metrics.items() if name.startswith("epoch_") and "loss" not in name}
     return trainer.validate(Ranks(), ROWS[-rows:], batch_size=2)
 
 
-def test_torchmetrics_objects_that_keep_rows_compute_with_a_rank_that_has_none() -> None:
-    """A rank without rows sent floats where the other one had whole numbers, and gloo ended the process."""
-    for rows in (1, 4):
-        alone = ranked("single", rows)
-        assert len(alone) == 3
-        assert run_ranks(ranked, 2, "ddp", rows) == [pytest.approx(alone)] * 2
+def test_torchmetrics_objects_that_keep_rows_compute_on_ranks_with_different_numbers_of_them() -> None:
+    """A rank without rows sent floats where the other one had whole numbers, and gloo ended the process. Of lists that are gathered item
+    by item, ranks waited for items that another rank does not have."""
+    for rows, epochs in ((1, 0), (4, 0), (5, 0), (7, 0), (1, 1), (3, 2), (7, 1)):
+        alone = ranked("single", rows, epochs)
+        assert len(alone) == 9
+        assert run_ranks(ranked, 2, "ddp", rows, epochs) == [pytest.approx(alone)] * 2
+
+
+class LogsItsOwn(Regression):
+    def validation_step(self, batch: Any) -> None:
+        OWN.update(torch.ones(len(batch[0])))
+        self.log("rows", OWN)
+
+
+OWN = torchmetrics.SumMetric()
+
+
+def logs_its_own(rows: int) -> float:
+    trainer = Trainer(strategy="ddp", progress=False, print_plan="none")
+    return trainer.validate(LogsItsOwn(), ROWS[:rows], batch_size=2)["val_rows"]
+
+
+def test_an_object_outside_the_module_is_computed_if_every_rank_logs_it() -> None:
+    assert run_ranks(logs_its_own, 2, 4) == [4.0, 4.0]
+    with pytest.raises(RankError, match=r"log\('rows'\): this torchmetrics object is not part of the module"):
+        run_ranks(logs_its_own, 2, 1)
 
 
 def test_what_a_torchmetrics_object_counted_in_a_fit_or_an_evaluation_that_did_not_end_counts_nowhere_else() -> None:

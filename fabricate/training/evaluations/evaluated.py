@@ -5,13 +5,13 @@ Owns the names of metrics. Must not know: how steps are run (`evaluation`).
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Mapping
-from typing import Any
 
 from fabricate.errors import ConfigurationError
 from fabricate.metrics.reduction import Metrics, one_number
-from fabricate.metrics.torchmetrics_objects import give_kinds_of_rows, kinds_of_rows, path_inside
+from fabricate.metrics.torchmetrics_objects import evened, path_inside, rows_of
 from fabricate.training.state.run_state import Run
 
 
@@ -62,8 +62,7 @@ class Evaluated:
         """Add what hooks logged since the last call. All ranks."""
         self.take()
         self._note_own_values()
-        share_objects(self._run, self._hooks)
-        self.add(self._hooks.finish())
+        self.add(finish_metrics(self._run, self._hooks))
 
     def _note_own_values(self) -> None:
         """Note values without a weight that hooks logged and that differ between ranks. All ranks."""
@@ -106,25 +105,25 @@ def new_metrics(run: Run) -> Metrics:
     return Metrics(run.engine, run.engine.device, run.engine.ranks_per_row)
 
 
-def share_objects(run: Run, metrics: Metrics) -> None:
-    """Register, on every rank, the torchmetrics objects that any rank logged, with what their lists of rows hold. Computing such an object
-    is a collective, and a rank without rows has logged none. All ranks."""
+def finish_metrics(run: Run, metrics: Metrics) -> dict[str, float]:
+    """`metrics.finish()`, on ranks that have different numbers of rows: each rank computes the torchmetrics objects that any rank logged,
+    because computing such an object is a collective. All ranks."""
     if run.engine.world_size == 1:
-        return
+        return metrics.finish()
     mine = {name: path_inside(run.module, metric) for name, metric in metrics.objects.items()}
-    logged: dict[str, Any] = {}
-    for ranks in run.engine.gather_json(mine):
-        logged |= ranks
-    for name, path in logged.items():
-        if path is None:
+    logged = run.engine.gather_json(mine)
+    for name, path in {name: path for rank in logged for name, path in rank.items()}.items():
+        if path is None and not all(name in rank for rank in logged):
             raise ConfigurationError(
                 f"log({name!r}): this torchmetrics object is not part of the module; assign it in __init__, self.{name} = ..., so that "
                 "every rank can compute it"
             )
-        metrics.objects.setdefault(name, run.module.get_submodule(path))
-    own = {name: kinds_of_rows(metric) for name, metric in metrics.objects.items()}
-    if any(own.values()):
-        everyone = run.engine.gather_json(own)
-        for name, metric in metrics.objects.items():
-            known = (pair for rank in reversed(everyone) for pair in rank[name].items())
-            give_kinds_of_rows(metric, {each: kind for each, kind in known if kind is not None})
+        if path is not None:
+            metrics.objects.setdefault(name, run.module.get_submodule(path))
+    own = {name: rows_of(metric) for name, metric in metrics.objects.items()}
+    with contextlib.ExitStack() as stack:
+        if any(own.values()):
+            everyone = run.engine.gather_json(own)
+            for name, metric in metrics.objects.items():
+                stack.enter_context(evened(metric, [rank[name] for rank in everyone]))
+        return metrics.finish()

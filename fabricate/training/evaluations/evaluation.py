@@ -27,7 +27,7 @@ from fabricate.metrics.reduction import one_number
 from fabricate.metrics.torchmetrics_objects import is_torchmetric, set_apart, snapshot_torchmetrics
 from fabricate.module import STEPS, overrides, refusing_logs
 from fabricate.seeding import derive_seed, rng_state, seed_everything, set_rng_state
-from fabricate.training.evaluations.evaluated import Evaluated, new_metrics, prefix_of, share_objects
+from fabricate.training.evaluations.evaluated import Evaluated, finish_metrics, new_metrics, prefix_of
 from fabricate.training.evaluations.measured import MeasuredSteps, restorable, rows_in, run_step
 from fabricate.training.interruptions.overdue import waiting
 from fabricate.training.saves.attributes import OURS
@@ -233,8 +233,7 @@ def _evaluate_source(run: Run, source: Source, stage: str, most: int | None) -> 
     if most is not None:
         steps.compare_halves()
     check_first(run, source)
-    share_objects(run, metrics)
-    return _joined(metrics.finish(), _of_whole_set(run, rows) if rows is not None else {}, prefix)
+    return _joined(finish_metrics(run, metrics), _of_whole_set(run, rows) if rows is not None else {}, prefix)
 
 
 def _joined(metrics: dict[str, float], more: dict[str, float], prefix: str) -> dict[str, float]:

@@ -338,7 +338,7 @@ def _restore_own(run: Run, reader: Reader) -> None:
 
 def _join_torchmetrics(run: Run, states: Sequence[dict[str, Any]], world_size: int) -> None:
     """Load the states that torchmetrics objects had on `world_size` ranks; the first rank gets the joined state."""
-    if lost := take_over_torchmetrics_state(run.module, states if run.engine.data_rank == 0 else []):
+    if lost := take_over_torchmetrics_state(run.module, states, counts=run.engine.data_rank == 0):
         run.journal.note(
             f"the state of {few(lost)} was counted on {world_size} ranks, and torchmetrics cannot convert it to another number of "
             "ranks. The values of this epoch therefore count only the rows from here on"
