@@ -293,7 +293,8 @@ class TrainModule(torch.nn.Module, Listener):
         that it does not log itself is part of the next result that validation logs, as in Lightning: use one object per stage). If a
         value is computed from sharded parameters (a `DTensor`), the parts of all ranks are combined, so all ranks have to log it.
         `reduce`: "mean" averages over micro-batches and ranks, weighted by `weight` (default: the weight of the micro-batch; in hooks
-        outside of updates, 1 per rank); "sum" adds up. What the steps of a skipped update log is left out; `on_step_skipped` may log.
+        of an update such as `on_step`, that of the update; in hooks outside of updates, 1 per rank); "sum" adds up. What the steps of a
+        skipped update log is left out; `on_step_skipped` may log.
 
         Values logged in `on_eval_start` and `on_eval_end` are added to the metrics of that evaluation, those logged in
         `on_epoch_end` to the metrics of that epoch. In a training step, the name "loss" is taken: the loss that the step returns is

@@ -314,6 +314,21 @@ def test_torchmetrics_objects_that_keep_rows_compute_on_ranks_with_different_num
         assert run_ranks(ranked, 2, "ddp", rows, epochs) == [pytest.approx(alone)] * 2
 
 
+def test_an_error_of_a_torchmetrics_object_names_the_object() -> None:
+    class Measures(Regression):
+        def __init__(self) -> None:
+            super().__init__()
+            self.likeness = torchmetrics.R2Score()
+
+        def validation_step(self, batch: Any) -> None:
+            self.likeness.update(batch[1], batch[1])
+            self.log("likeness", self.likeness)
+
+    with pytest.raises(ValueError, match="at least two samples") as caught:
+        fit(Measures(), val=ROWS[:1], validate_every=1, max_steps=1)
+    assert "while computing the torchmetrics object logged as 'likeness'" in caught.value.__notes__
+
+
 class LogsItsOwn(Regression):
     def validation_step(self, batch: Any) -> None:
         OWN.update(torch.ones(len(batch[0])))
