@@ -328,6 +328,7 @@ def test_a_weight_used_outside_of_its_layer_is_explained_under_fsdp(two: list[di
         assert (
             "in training_step of Functional: strategy='fsdp' gathers a unit's parameters while its forward runs" in text
         )
+        assert "call that layer (in a hook: inside trainer.in_forward)" in text
 
 
 # ------------------------------------------------------------------------------------------------- memory

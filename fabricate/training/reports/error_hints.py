@@ -85,7 +85,7 @@ def _of_torch(run: Run, exc: RuntimeError, text: str) -> str:
     if mixed:
         return (
             f"a parameter was used outside of the unit that holds it{_where(run, exc)}: strategy={run.engine.strategy.name!r} gathers "
-            "a unit's parameters while its forward runs; call that layer, or choose strategy='ddp'"
+            "a unit's parameters while its forward runs; call that layer (in a hook: inside trainer.in_forward), or choose strategy='ddp'"
         )
     return ""
 
