@@ -6,13 +6,12 @@ checkpoints.
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 
 def is_torchmetric(value: object) -> bool:
@@ -143,62 +142,74 @@ _OVER_RANKS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 """The reductions that torchmetrics applies to the states of ranks, by the names of its functions."""
 
 
-def rows_of(metric: Any) -> dict[str, list[Any]]:
-    """What this rank has of every list of rows that a torchmetrics object or collection keeps, by name: the number of items, and the dtype
-    and the shape of the first one, None without one. The names are the same on every rank."""
-    if hasattr(metric, "compute_groups"):
-        # Equal objects of a collection share one list, which only the first of them has until then.
-        metric.items(copy_state=False)
-    rows: dict[str, list[Any]] = {}
-    for name, owner, field in _lists_of_rows(metric):
-        items = getattr(owner, field)
-        first = next(iter(items), None)
-        kind = [str(first.dtype).removeprefix("torch."), list(first.shape)] if isinstance(first, torch.Tensor) else None
-        rows[name] = [len(items), kind]
-    return rows
-
-
-@contextlib.contextmanager
-def evened(metric: torch.nn.Module, everyone: Sequence[dict[str, list[Any]]]) -> Iterator[None]:
-    """While the body runs, a torchmetrics object or collection can be computed though ranks have different numbers of rows. `everyone`:
-    what `rows_of` returned on each rank.
+def allow_uneven_rows() -> Callable[[], None]:
+    """Until the returned function is called, torchmetrics can compute an object of which ranks have different numbers of rows.
 
     torchmetrics concatenates some lists before it gathers them. For an empty one it sends a vector of floats, which cannot be gathered
     with whole numbers, for instance. Of other lists it gathers one item after the other, and waits forever for a rank that has fewer."""
-    gathering = []
-    try:
-        for name, owner, field in _lists_of_rows(metric):
-            kind = next((each[name][1] for each in everyone if each[name][1] is not None), None)
-            numbers = [each[name][0] for each in _members(owner, everyone)]
-            if kind is None or min(numbers) == max(numbers):
-                continue
-            if _concatenates(owner, field):
-                if not getattr(owner, field):
-                    setattr(owner, field, [_nothing(owner, kind[0], [0, *kind[1][1:]])])
-            elif owner.dist_sync_fn is None or owner.dist_sync_fn is _gather:
-                owner.dist_sync_fn = _gather
-                gathering.append(owner)
-                setattr(
-                    owner, field, _filled(getattr(owner, field), numbers, _nothing(owner, kind[0], [0] * len(kind[1])))
-                )
-        yield
-    finally:
-        for owner in gathering:
-            owner.dist_sync_fn = None
+    library: Any = sys.modules.get("torchmetrics")
+    if library is None:
+        return lambda: None
+    gather_all = sys.modules["torchmetrics.utilities.distributed"].gather_all_tensors
+    original = library.Metric._sync_dist
+
+    @functools.wraps(original)
+    def synchronise(metric: Any, dist_sync_fn: Any = gather_all, process_group: Any = None) -> None:
+        fields = [field for field, default in metric._defaults.items() if _is_gathered_list(metric, field, default)]
+        if fields:
+            _fill(metric, fields, gather_all(_described(metric, fields), process_group or metric.process_group))
+        original(metric, _gather if dist_sync_fn is gather_all else dist_sync_fn, process_group)
+
+    library.Metric._sync_dist = synchronise
+
+    def undo() -> None:
+        library.Metric._sync_dist = original
+
+    return undo
 
 
-def _members(owner: Any, everyone: Sequence[Any]) -> list[Any]:
-    """Of the values of all ranks, those of the ranks that an object gathers from."""
-    group = owner.process_group
-    return list(everyone) if group is None else [everyone[rank] for rank in dist.get_process_group_ranks(group)]
+def _is_gathered_list(metric: Any, field: str, default: object) -> bool:
+    return isinstance(default, list) and (_concatenates(metric, field) or metric._reductions[field] is None)
 
 
-def _nothing(owner: Any, dtype: str, shape: list[int]) -> torch.Tensor:
-    return torch.zeros(shape, dtype=getattr(torch, dtype), device=owner.device)
+def _concatenates(metric: Any, field: str) -> bool:
+    return getattr(metric._reductions[field], "__name__", "") == "dim_zero_cat"
 
 
-def _filled(items: list[torch.Tensor], numbers: list[int], filling: torch.Tensor) -> list[torch.Tensor]:
-    """`items` and as many of `filling` as make the list the longest of all. Those that not every rank has carry who has them."""
+_DTYPES = [each for each in vars(torch).values() if isinstance(each, torch.dtype)]
+_MOST_DIMENSIONS = 16
+
+
+def _described(metric: Any, fields: list[str]) -> torch.Tensor:
+    """For each list: the number of items, and of the first one the number of the dtype (-1 if it is no tensor), the number of dimensions,
+    and the sizes. int64, on the device of the object."""
+    rows = []
+    for field in fields:
+        items = getattr(metric, field)
+        first = next(iter(items), None)
+        shape = list(first.shape) if isinstance(first, torch.Tensor) else []
+        dtype = _DTYPES.index(first.dtype) if isinstance(first, torch.Tensor) else -1
+        rows.append([len(items), dtype, len(shape), *shape, *[0] * (_MOST_DIMENSIONS - len(shape))])
+    return torch.tensor(rows, dtype=torch.int64, device=metric.device)
+
+
+def _fill(metric: Any, fields: list[str], everyone: list[torch.Tensor]) -> None:
+    """Give each list items so that all ranks gather equally often. `everyone`: what `_described` returned on each rank."""
+    for field, ranks in zip(fields, zip(*(each.tolist() for each in everyone), strict=True), strict=True):
+        numbers = [number for number, *_ in ranks]
+        filled = [(dtype, shape[:size]) for number, dtype, size, *shape in ranks if number]
+        if min(numbers) == max(numbers) or any(dtype < 0 for dtype, _ in filled):
+            continue
+        items, (dtype, shape) = getattr(metric, field), filled[0]
+        options: Any = {"dtype": _DTYPES[dtype], "device": metric.device}
+        if not _concatenates(metric, field):
+            setattr(metric, field, _lengthened(items, numbers, torch.zeros([0] * len(shape), **options)))
+        elif not len(items):
+            setattr(metric, field, [torch.zeros([0, *shape[1:]], **options)])
+
+
+def _lengthened(items: list[torch.Tensor], numbers: list[int], filling: torch.Tensor) -> list[torch.Tensor]:
+    """`items` and as many of `filling` as make the list the longest of all. Items that not every rank has carry who has them."""
     longer = [item.detach() for item in items] + [filling.clone() for _ in range(max(numbers) - len(items))]
     for index in range(min(numbers), len(longer)):
         longer[index].holders = [index < number for number in numbers]  # type: ignore[attr-defined]
@@ -206,24 +217,10 @@ def _filled(items: list[torch.Tensor], numbers: list[int], filling: torch.Tensor
 
 
 def _gather(tensor: torch.Tensor, group: Any = None) -> list[torch.Tensor]:
-    """The tensors of the ranks of `group`, without those that `_filled` added."""
+    """The tensors of the ranks of `group`, without those that `_lengthened` added."""
     gathered = sys.modules["torchmetrics.utilities.distributed"].gather_all_tensors(tensor, group)
     holders = getattr(tensor, "holders", None)
     return gathered if holders is None else [each for each, holds in zip(gathered, holders, strict=True) if holds]
-
-
-def _lists_of_rows(metric: torch.nn.Module) -> Iterator[tuple[str, Any, str]]:
-    """The lists that torchmetrics gathers from ranks: a name for each, its object, and the name of its attribute."""
-    for path, part in metric.named_modules():
-        for field in part._reductions if is_torchmetric(part) else ():
-            if isinstance(part._defaults.get(field), list) and (
-                _concatenates(part, field) or part._reductions[field] is None
-            ):
-                yield f"{path}.{field}", part, field
-
-
-def _concatenates(metric: Any, field: str) -> bool:
-    return getattr(metric._reductions[field], "__name__", "") == "dim_zero_cat"
 
 
 def synchronise_torchmetrics(module: torch.nn.Module, group: Any) -> Callable[[], None]:

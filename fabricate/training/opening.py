@@ -29,7 +29,7 @@ from fabricate.hooks import HOOKS, PROJECT, hookimpl
 from fabricate.launch.ranks import Launch
 from fabricate.metrics.counters import Progress
 from fabricate.metrics.reduction import Metrics
-from fabricate.metrics.torchmetrics_objects import synchronise_torchmetrics
+from fabricate.metrics.torchmetrics_objects import allow_uneven_rows, synchronise_torchmetrics
 from fabricate.model.building import (
     build_model,
     check_clipped,
@@ -274,6 +274,8 @@ def _prepare(run: Run, stages: Sequence[str], seed: int) -> None:
     check_ranks(run, seed)  # before the strategy broadcasts weights
     note_copied_generators(run)
     engine.prepare(module, stages, seed)
+    if engine.world_size > 1:
+        run.closing.callback(allow_uneven_rows())
     if engine.ranks_per_row > 1:
         run.closing.callback(synchronise_torchmetrics(module, engine.counterparts(engine.ranks_per_row)))
     run.notes.extend(engine.notes)

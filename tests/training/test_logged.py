@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -278,10 +279,20 @@ class Ranks(Regression):
         self.rank = torchmetrics.retrieval.RetrievalMRR()
         self.items = torchmetrics.MetricCollection({"one": Items(), "two": Items()})
         self.least = torchmetrics.wrappers.MinMaxMetric(Items())
+        kinds = {"area": torchmetrics.AveragePrecision("binary"), "list": Items()}
+        self.by_hand = torch.nn.ModuleDict(kinds)
+        self.train_items = Items()
 
     def training_step(self, batch: Any) -> torch.Tensor:
         self.validation_step(batch)
+        self.train_items.update(batch[1].flatten())
         return super().training_step(batch)
+
+    def on_epoch_end(self) -> None:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="The ``compute`` method of metric .* was called before")
+            self.log("epoch_by_hand", self.train_items.compute())
+        self.train_items.reset()
 
     def validation_step(self, batch: Any) -> None:
         number, label = batch[1].flatten(), (batch[1].flatten() * 8).long() % 2
@@ -290,11 +301,20 @@ class Ranks(Regression):
         self.rank.update(number, label, label * 0)
         self.items.update(number)
         self.least.update(number)
+        self.by_hand["area"].update(number, label)
+        self.by_hand["list"].update(number)
         self.log("area", self.area)
         self.log("of", self.several)
         self.log("rank", self.rank)
         self.log("items", self.items)
         self.log("least", self.least)
+
+    def on_eval_end(self) -> None:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="The ``compute`` method of metric .* was called before")
+            for name, metric in self.by_hand.items():
+                self.log(f"by_hand_{name}", metric.compute())
+                metric.reset()
 
 
 def ranked(strategy: str, rows: int, epochs: int = 0) -> dict[str, float]:
@@ -310,8 +330,9 @@ def test_torchmetrics_objects_that_keep_rows_compute_on_ranks_with_different_num
     by item, ranks waited for items that another rank does not have."""
     for rows, epochs in ((1, 0), (4, 0), (5, 0), (7, 0), (1, 1), (3, 2), (7, 1)):
         alone = ranked("single", rows, epochs)
-        assert len(alone) == 9
+        assert len(alone) == (10 if epochs else 11)
         assert run_ranks(ranked, 2, "ddp", rows, epochs) == [pytest.approx(alone)] * 2
+    assert run_ranks(ranked, 3, "ddp", 7) == [pytest.approx(ranked("single", 7))] * 3
 
 
 def test_an_error_of_a_torchmetrics_object_names_the_object() -> None:

@@ -5,13 +5,12 @@ Owns the names of metrics. Must not know: how steps are run (`evaluation`).
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Mapping
 
 from fabricate.errors import ConfigurationError
 from fabricate.metrics.reduction import Metrics, one_number
-from fabricate.metrics.torchmetrics_objects import evened, path_inside, rows_of
+from fabricate.metrics.torchmetrics_objects import path_inside
 from fabricate.training.state.run_state import Run
 
 
@@ -106,8 +105,8 @@ def new_metrics(run: Run) -> Metrics:
 
 
 def finish_metrics(run: Run, metrics: Metrics) -> dict[str, float]:
-    """`metrics.finish()`, on ranks that have different numbers of rows: each rank computes the torchmetrics objects that any rank logged,
-    because computing such an object is a collective. All ranks."""
+    """`metrics.finish()`, where some ranks may have no rows: each rank computes the torchmetrics objects that any rank logged, because that
+    is a collective. All ranks."""
     if run.engine.world_size == 1:
         return metrics.finish()
     mine = {name: path_inside(run.module, metric) for name, metric in metrics.objects.items()}
@@ -120,10 +119,4 @@ def finish_metrics(run: Run, metrics: Metrics) -> dict[str, float]:
             )
         if path is not None:
             metrics.objects.setdefault(name, run.module.get_submodule(path))
-    own = {name: rows_of(metric) for name, metric in metrics.objects.items()}
-    with contextlib.ExitStack() as stack:
-        if any(own.values()):
-            everyone = run.engine.gather_json(own)
-            for name, metric in metrics.objects.items():
-                stack.enter_context(evened(metric, [rank[name] for rank in everyone]))
-        return metrics.finish()
+    return metrics.finish()
