@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -146,7 +146,8 @@ def allow_uneven_rows() -> Callable[[], None]:
     """Until the returned function is called, torchmetrics can compute an object of which ranks have different numbers of rows.
 
     torchmetrics concatenates some lists before it gathers them. For an empty one it sends a vector of floats, which cannot be gathered
-    with whole numbers, for instance. Of other lists it gathers one item after the other, and waits forever for a rank that has fewer."""
+    with whole numbers, for instance, and for a single number no vector. Of other lists it gathers one item after the other, and waits
+    forever for a rank that has fewer."""
     library: Any = sys.modules.get("torchmetrics")
     if library is None:
         return lambda: None
@@ -155,9 +156,10 @@ def allow_uneven_rows() -> Callable[[], None]:
 
     @functools.wraps(original)
     def synchronise(metric: Any, dist_sync_fn: Any = gather_all, process_group: Any = None) -> None:
-        fields = [field for field, default in metric._defaults.items() if _is_gathered_list(metric, field, default)]
-        if fields:
-            _fill(metric, fields, gather_all(_described(metric, fields), process_group or metric.process_group))
+        if fields := [field for field in metric._defaults if _is_gathered_list(metric, field)]:
+            everyone = gather_all(_described(metric, fields), process_group or metric.process_group)
+            for index, field in enumerate(fields):
+                _even(metric, field, [_Held.read(each[index].tolist()) for each in everyone])
         original(metric, _gather if dist_sync_fn is gather_all else dist_sync_fn, process_group)
 
     library.Metric._sync_dist = synchronise
@@ -168,8 +170,10 @@ def allow_uneven_rows() -> Callable[[], None]:
     return undo
 
 
-def _is_gathered_list(metric: Any, field: str, default: object) -> bool:
-    return isinstance(default, list) and (_concatenates(metric, field) or metric._reductions[field] is None)
+def _is_gathered_list(metric: Any, field: str) -> bool:
+    return isinstance(getattr(metric, field), list) and (
+        metric._reductions[field] is None or _concatenates(metric, field)
+    )
 
 
 def _concatenates(metric: Any, field: str) -> bool:
@@ -180,44 +184,63 @@ _DTYPES = [each for each in vars(torch).values() if isinstance(each, torch.dtype
 _MOST_DIMENSIONS = 16
 
 
+class _Held(NamedTuple):
+    """What a rank holds in a list."""
+
+    number: int
+    dtype: int
+    """The index of the first item's dtype in `_DTYPES`; -1 if it is no tensor."""
+    shape: list[int]
+    """That of the first item."""
+
+    def row(self) -> list[int]:
+        """All of it in a fixed number of whole numbers."""
+        return [self.number, self.dtype, len(self.shape), *self.shape, *[0] * (_MOST_DIMENSIONS - len(self.shape))]
+
+    @classmethod
+    def read(cls, row: list[int]) -> _Held:
+        """What `row` returned."""
+        number, dtype, dimensions, *sizes = row
+        return cls(number, dtype, sizes[:dimensions])
+
+
 def _described(metric: Any, fields: list[str]) -> torch.Tensor:
-    """For each list: the number of items, and of the first one the number of the dtype (-1 if it is no tensor), the number of dimensions,
-    and the sizes. int64, on the device of the object."""
+    """A row of `_Held` for each list. int64, on the device of the object."""
     rows = []
-    for field in fields:
-        items = getattr(metric, field)
-        first = next(iter(items), None)
-        shape = list(first.shape) if isinstance(first, torch.Tensor) else []
-        dtype = _DTYPES.index(first.dtype) if isinstance(first, torch.Tensor) else -1
-        rows.append([len(items), dtype, len(shape), *shape, *[0] * (_MOST_DIMENSIONS - len(shape))])
+    for items in (getattr(metric, field) for field in fields):
+        held = _Held(len(items), -1, [])
+        if items and isinstance(items[0], torch.Tensor):
+            held = _Held(len(items), _DTYPES.index(items[0].dtype), list(items[0].shape))
+        rows.append(held.row())
     return torch.tensor(rows, dtype=torch.int64, device=metric.device)
 
 
-def _fill(metric: Any, fields: list[str], everyone: list[torch.Tensor]) -> None:
-    """Give each list items so that all ranks gather equally often. `everyone`: what `_described` returned on each rank."""
-    for field, ranks in zip(fields, zip(*(each.tolist() for each in everyone), strict=True), strict=True):
-        numbers = [number for number, *_ in ranks]
-        filled = [(dtype, shape[:size]) for number, dtype, size, *shape in ranks if number]
-        if min(numbers) == max(numbers) or any(dtype < 0 for dtype, _ in filled):
-            continue
-        items, (dtype, shape) = getattr(metric, field), filled[0]
-        options: Any = {"dtype": _DTYPES[dtype], "device": metric.device}
-        if not _concatenates(metric, field):
-            setattr(metric, field, _lengthened(items, numbers, torch.zeros([0] * len(shape), **options)))
-        elif not len(items):
-            setattr(metric, field, [torch.zeros([0, *shape[1:]], **options)])
+def _even(metric: Any, field: str, ranks: list[_Held]) -> None:
+    """Change a list so that all ranks gather equally often, and tensors that can be joined. `ranks`: what each rank holds."""
+    items, filled = getattr(metric, field), [rank for rank in ranks if rank.number]
+    numbers = [rank.number for rank in ranks]
+    if min(numbers) == max(numbers) or any(rank.dtype < 0 for rank in filled):
+        return
+    shape, options = filled[0].shape, {"dtype": _DTYPES[filled[0].dtype], "device": metric.device}
+    if not _concatenates(metric, field):
+        nothing = torch.zeros([0] * len(shape), **options)
+        longer = [*items, *[nothing] * (max(numbers) - len(items))]
+        setattr(metric, field, [_held_by(item, [index < n for n in numbers]) for index, item in enumerate(longer)])
+    elif not items:
+        setattr(metric, field, [torch.zeros([0, *shape[1:]], **options)])
+    elif not shape:
+        setattr(metric, field, [torch.stack(items)])
 
 
-def _lengthened(items: list[torch.Tensor], numbers: list[int], filling: torch.Tensor) -> list[torch.Tensor]:
-    """`items` and as many of `filling` as make the list the longest of all. Items that not every rank has carry who has them."""
-    longer = [item.detach() for item in items] + [filling.clone() for _ in range(max(numbers) - len(items))]
-    for index in range(min(numbers), len(longer)):
-        longer[index].holders = [index < number for number in numbers]  # type: ignore[attr-defined]
-    return longer
+def _held_by(item: torch.Tensor, ranks: list[bool]) -> torch.Tensor:
+    """The item, with whether each rank has it: `_gather` leaves out what the others send."""
+    marked = item.detach().view_as(item)
+    marked.holders = ranks  # type: ignore[attr-defined]
+    return marked
 
 
 def _gather(tensor: torch.Tensor, group: Any = None) -> list[torch.Tensor]:
-    """The tensors of the ranks of `group`, without those that `_lengthened` added."""
+    """The tensors of the ranks of `group` that have one."""
     gathered = sys.modules["torchmetrics.utilities.distributed"].gather_all_tensors(tensor, group)
     holders = getattr(tensor, "holders", None)
     return gathered if holders is None else [each for each, holds in zip(gathered, holders, strict=True) if holds]
