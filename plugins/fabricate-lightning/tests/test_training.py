@@ -222,6 +222,11 @@ def test_a_step_that_returns_none_skips_its_batch(kind: Any) -> None:
     assert apart(*both(kind, data)) == 0
 
 
+@pytest.mark.parametrize("kind", [Skips, SkipsRegression])
+def test_a_skipped_batch_counts_in_the_mean_of_its_update(kind: Any) -> None:
+    assert apart(*both(kind, lambda: (loader(number=48),), accumulate_grad_batches=2)) < 1e-6
+
+
 class NoStepForTheFirst(Classifier):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return None

@@ -228,7 +228,7 @@ class Adapted(TrainModule):
         logs.hook = ""
         if self.keeps_output:
             self.output = self._outputs(output)
-        return self._taken(output)
+        return self._loss_in(output, batch)
 
     def _outputs(self, output: Any) -> Any:
         """What on_train_batch_end gets for what a training step returned, without the graph: always a mapping. As Lightning documents, the
@@ -241,8 +241,8 @@ class Adapted(TrainModule):
             outputs["loss"] = loss / self.view.accumulate_grad_batches
         return outputs
 
-    def _taken(self, output: Any) -> Any:
-        """The loss in what the module's step returned."""
+    def _loss_in(self, output: Any, batch: Any) -> Any:
+        """The loss in what the module's step returned for `batch`."""
         if isinstance(output, Mapping) and "loss" not in output:
             raise ConfigurationError(
                 f"{type(self.lightning).__name__}.training_step returned a mapping without 'loss' ({', '.join(map(str, output))}); add it, "
@@ -250,20 +250,20 @@ class Adapted(TrainModule):
             )
         loss = output["loss"] if isinstance(output, Mapping) else output
         if loss is None:
-            return self._skipped()
+            return self._skipped(data.rows_or_one(batch))
         return loss.reshape(()) if isinstance(loss, torch.Tensor) and loss.ndim and loss.numel() == 1 else loss
 
-    def _skipped(self) -> torch.Tensor:
-        """A loss that depends on no parameter, for a step that returned None. It is a cross-entropy of one label, so that it can be
-        averaged with losses that are weighted by labels."""
+    def _skipped(self, rows: int) -> torch.Tensor:
+        """A loss that depends on no parameter, for a step that returned None: the batch counts in the mean of the update, as in Lightning.
+        It is a cross-entropy of a label for each row, so that it can be averaged with losses that are weighted by labels."""
         if self.view.world_size > 1 or self.trainer.progress.micro_step == self.trainer.progress.step == 0:
             why = "on several ranks" if self.view.world_size > 1 else "for the first batch of a fit"
             raise ConfigurationError(
                 f"{type(self.lightning).__name__}.training_step returned None {why}; return the loss"
             )
         return cross_entropy(
-            torch.zeros(1, 1, device=self.device, requires_grad=True),
-            torch.zeros(1, dtype=torch.long, device=self.device),
+            torch.zeros(rows, 1, device=self.device, requires_grad=True),
+            torch.zeros(rows, dtype=torch.long, device=self.device),
         )
 
     def validation_step(self, batch: Any, batch_idx: int) -> Any:

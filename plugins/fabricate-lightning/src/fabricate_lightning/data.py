@@ -111,6 +111,11 @@ def rows_of(batch: Any) -> int:
     return rows
 
 
+def rows_or_one(batch: Any) -> int:
+    """Like `rows_of`; 1 for a batch without a tensor."""
+    return _rows(batch) or 1
+
+
 def _rows(batch: Any) -> int | None:
     if isinstance(batch, torch.Tensor):
         return len(batch) if batch.ndim else 1

@@ -150,7 +150,7 @@ class Manual(Adapted):
         value = torch.zeros((), device=self.device) if self._loss is None else self._loss.float().mean()
         return {"loss": value.clone().requires_grad_(), "optimizer": "0"}
 
-    def _taken(self, output: Any) -> Any:
+    def _loss_in(self, output: Any, batch: Any) -> Any:
         return output
 
     @hookimpl
