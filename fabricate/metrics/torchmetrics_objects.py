@@ -44,12 +44,8 @@ def torchmetrics_state(module: torch.nn.Module) -> dict[str, dict[str, Any]]:
     state: dict[str, dict[str, Any]] = {}
     for name, metric in module.named_modules():
         if is_torchmetric(metric):
-            fields: Any = [
-                *metric._defaults,
-                "_update_count",
-                "_computed",
-                *_beside(metric),
-            ]  # no public snapshot exists
+            # No public snapshot exists.
+            fields: Any = [*metric._defaults, "_update_count", "_computed", *_beside(metric)]
             values = {field: getattr(metric, field) for field in fields}
             state[name] = {field: _copy(value) for field, value in values.items()}
     return state

@@ -240,12 +240,7 @@ def _check_plain(name: str, part: Strategy.Part, strategy: Strategy) -> None:
         )
 
 
-def decode_with(
-    reader: Reader,
-    tree: object,
-    device: torch.device | None = None,
-    orders: Orders = _ROW_MAJOR,
-) -> Any:
+def decode_with(reader: Reader, tree: object, device: torch.device | None = None, orders: Orders = _ROW_MAJOR) -> Any:
     """Return the value that `Saver.encode` encoded. Tensors are read whole, onto the CPU; those with dimensions then move to `device`."""
 
     def tensor(name: str) -> torch.Tensor:
