@@ -89,7 +89,8 @@ def _gist(rank: int, code: int, message: Any) -> str:
     if code > 0:
         return f"rank {rank} ended with exit code {code}, without an exception. See the output of the rank"
     name = signal.Signals(-code).name
-    killed = ". The system does this when memory is full: see the system's log (dmesg)" if name == "SIGKILL" else ""
+    cause = " (sent by kill -9, by a scheduler, or by the system because memory is full: then its log, dmesg, says so)"
+    killed = cause if name == "SIGKILL" else ""
     return f"rank {rank} was ended by {name}{killed}"
 
 

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from fabricate.checkpoint.format.codec import encode
 from fabricate.checkpoint.state.commit import Background
 from fabricate.checkpoint.state.logical import optimizer_groups
 from fabricate.checkpoint.state.staging import DeviceStaging, Staging
@@ -28,7 +29,7 @@ from fabricate.configuration.plan_sections import make_plan
 from fabricate.configuration.resolve import Resolved
 from fabricate.distributed.engine import Engine
 from fabricate.distributed.ranks_file import is_written_by, write_ranks
-from fabricate.errors import ConfigurationError, few, size_text
+from fabricate.errors import CheckpointError, ConfigurationError, few, size_text
 from fabricate.model.building import eval_modes
 from fabricate.model.export import notes_of_export
 from fabricate.model.host_memory import host_memory
@@ -44,6 +45,7 @@ from fabricate.optim.optimizers import (
 )
 from fabricate.optim.pace import notes_of_pace
 from fabricate.optim.schedules import notes_of_mode
+from fabricate.optim.trial import State
 from fabricate.precisions.base import compensates
 from fabricate.registry.registry import own_version
 from fabricate.registry.validation import reasons
@@ -316,8 +318,11 @@ def _repeated(run: Run) -> Iterator[str]:
 def unsaved_state(needed: Need, strategy: Strategy) -> Iterator[str]:
     """The reasons why the state of the optimizers cannot be saved, each with its remedy. `needed` has this state before the first step, if
     a trial step of the optimizer was possible."""
-    in_parts = strategy.shards_parameters or type(strategy).optimizer_state is not Strategy.optimizer_state
+    own_form = type(strategy).optimizer_state is not Strategy.optimizer_state
+    in_parts = strategy.shards_parameters or own_form
     for label, state in needed.states.items():
+        if not own_form:
+            yield from _objects(needed.optimizers[label], state)
         kinds = {type(value) for of_parameter in state.values() for value in of_parameter.values()}
         for kind in kinds - {torch.Tensor, torch.nn.Parameter}:
             if not issubclass(kind, torch.Tensor):
@@ -330,6 +335,18 @@ def unsaved_state(needed: Need, strategy: Strategy) -> Iterator[str]:
                     f"{what} strategy={strategy.name!r} cannot save in parts; use strategy='ddp', another optimizer, or leave out "
                     "run_dir, so that nothing is saved"
                 )
+
+
+def _objects(optimizer: torch.optim.Optimizer, state: State) -> Iterator[str]:
+    """The first object of an optimizer, in its state or the options of its groups, that no checkpoint can hold."""
+    options = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    named = [("a group", group) for group in options] + [("state", of_parameter) for of_parameter in state.values()]
+    for name, values in named:
+        try:
+            encode(values, lambda path, value: path if isinstance(value, torch.Tensor) else None, name)
+        except CheckpointError as exc:
+            yield f"{type(optimizer).__name__}: {exc}. Use another optimizer, or leave out run_dir, so that nothing is saved"
+            return
 
 
 def check_room_for_copies(needed: Need, engine: Engine) -> None:

@@ -186,7 +186,7 @@ def test_a_rank_that_is_killed_is_named_with_its_signal(tmp_path: Path) -> None:
     process = _run("run", "--nproc", "2", str(tmp_path / "train.py"))
     assert process.returncode == 128 + 9
     assert process.stderr.splitlines()[-1].endswith(
-        " was ended by SIGKILL. The system does this when memory is full: see the system's log (dmesg)"
+        " was ended by SIGKILL (sent by kill -9, by a scheduler, or by the system because memory is full: then its log, dmesg, says so)"
     )
 
 

@@ -113,6 +113,36 @@ def test_state_that_no_checkpoint_can_hold_is_refused_before_the_first_step(tmp_
     assert not list(tmp_path.glob("*/step-*"))
 
 
+class Projector:
+    """An object that an optimizer keeps for a parameter, as GaLore does."""
+
+
+class Projecting(torch.optim.SGD):
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step(closure)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter] |= {"scale": torch.ones(()), "projector": Projector()}
+
+
+class Scaled(torch.optim.SGD):
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, lr)
+        self.param_groups[0]["projector"] = Projector()
+
+
+@pytest.mark.parametrize(("optimizer", "where"), [(Projecting, "state"), (Scaled, "a group")])
+def test_objects_of_an_optimizer_that_no_checkpoint_can_hold_are_refused_before_the_first_step(
+    tmp_path: Path, optimizer: Any, where: str
+) -> None:
+    refused = (
+        rf"{optimizer.__name__}: {where}.projector is a \S*Projector, which a checkpoint cannot hold.*leave out run_dir"
+    )
+    with pytest.raises(ConfigurationError, match=refused):
+        fit(tmp_path, 1, optimizer)
+    assert not list(tmp_path.glob("*/step-*"))
+
+
 def test_state_that_a_strategy_cannot_save_in_parts_is_refused_by_name() -> None:
     module = Net()
     needed = need(module, {"main": AdamW8bit(module.parameters())})
