@@ -88,6 +88,15 @@ def test_a_data_module_is_used_as_by_lightning() -> None:
     assert validated[0] == [pytest.approx(validated[1][0], abs=1e-6)]
 
 
+def test_fast_dev_run_limits_every_stage_as_in_lightning() -> None:
+    sums, lengths = [], []
+    for run in both(Evaluated, lambda: (Data(batch_size=4),), fast_dev_run=2):
+        sums.append(run.trainer.test(run.module, datamodule=Data(batch_size=4), verbose=False))
+        lengths.append(len(run.trainer.predict(run.module, datamodule=Data(batch_size=4))))
+    assert sums[0] == sums[1] == [{"test_rows/dataloader_idx_0": 8.0}, {"test_rows/dataloader_idx_1": 8.0}]
+    assert lengths == [2, 2]
+
+
 def test_fabricates_own_trainer_takes_a_data_module() -> None:
     datamodule = Data()
     module = Classifier()

@@ -240,7 +240,8 @@ def test_attributes_of_the_trainer_are_those_of_lightning(options: dict[str, Any
     names = """max_epochs max_steps min_epochs global_step current_epoch world_size num_devices num_nodes global_rank local_rank node_rank
         is_global_zero estimated_stepping_batches num_training_batches num_val_batches accumulate_grad_batches gradient_clip_val
         log_every_n_steps val_check_interval check_val_every_n_epoch sanity_checking training validating testing predicting evaluating
-        should_stop fast_dev_run barebones received_sigterm limit_train_batches limit_val_batches overfit_batches
+        should_stop fast_dev_run barebones received_sigterm limit_train_batches limit_val_batches limit_test_batches limit_predict_batches
+        overfit_batches
         enable_validation loggers logger early_stopping_callback progress_bar_callback"""
     attributes: list[dict[str, Any]] = []
 
