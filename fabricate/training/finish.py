@@ -59,7 +59,9 @@ def _finish(run: Run, reason: str) -> None:
         _complete(run)
         _export(run, step)
     if run.calls.on_fit_end is not None:
+        run.requests.save = run.requests.evaluate = False  # the last save and the last validation are made
         run.calls.on_fit_end(run.trainer, run.module)
+        _note_unmet(run, "on_fit_end", evaluates=False)
     run.journal.event("ended", reason=reason)
 
 
@@ -68,14 +70,25 @@ def _complete(run: Run) -> None:
     if run.calls.on_complete is None:
         return
     requests = run.requests
-    requests.evaluate = False  # discards a request that came after the last boundary
+    requests.save = requests.evaluate = False  # discards requests that came after the last boundary
     run.now.complete = True
     run.calls.on_complete(run.trainer, run.module)
     run.now.complete = False
+    _note_unmet(run, "on_complete", evaluates=True)
     if run.engine.agree([int(requests.evaluate)])[0] and run.validation:
         with refusing_logs(run.module, ""), run.journal.stopwatch.apart():
             assert run.now.epoch is not None
             validate(run, run.now.epoch)
+
+
+def _note_unmet(run: Run, hook: str, *, evaluates: bool) -> None:
+    """Note the requests of `hook` that nothing follows to meet. evaluates: whether a validation follows it."""
+    if run.requests.save:
+        run.journal.note(f"request_save() in {hook} has no effect, because no update follows: call trainer.save(path)")
+    if run.requests.evaluate and not evaluates:
+        run.journal.note(
+            f"request_eval() in {hook} has no effect, because no update follows: call it in on_complete, or Trainer.validate after the fit"
+        )
 
 
 def _load_best(run: Run) -> int:

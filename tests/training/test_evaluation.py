@@ -358,6 +358,27 @@ def test_a_hook_may_ask_for_an_evaluation(hook: str) -> None:
     assert len(hears.evaluations) == 1
 
 
+@pytest.mark.parametrize(
+    ("hook", "call", "note"),
+    [
+        ("on_fit_end", "request_eval", "request_eval() in on_fit_end has no effect, because no update follows: call it in on_complete"),
+        ("on_fit_end", "request_save", "request_save() in on_fit_end has no effect, because no update follows: call trainer.save(path)"),
+        ("on_complete", "request_save", "request_save() in on_complete has no effect, because no update follows: call trainer.save"),
+        ("on_complete", "request_eval", ""),
+        ("on_step", "request_save", ""),
+    ],
+)  # fmt: skip
+def test_a_request_that_no_update_follows_is_noted(
+    hook: str, call: str, note: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asks = type("Asks", (Callback,), {hook: lambda self, trainer: getattr(trainer, call)()})
+    hears = Hears()
+    fit(None, asks(), hears, val=ROWS, validate_every=None, run_dir=tmp_path)
+    noted = [line for line in capsys.readouterr().err.splitlines() if "has no effect" in line]
+    assert [line.startswith(f"note: {note}") for line in noted] == [True] * bool(note)
+    assert len(hears.evaluations) == (hook == "on_complete" and call == "request_eval")
+
+
 @pytest.mark.parametrize("wrapped", [False, True])
 def test_evaluation_batches_are_numbered(wrapped: bool) -> None:
     numbers: list[int] = []
