@@ -45,12 +45,15 @@ class Stepping(NamedTuple):
     optimizer: torch.optim.Optimizer
     """One optimizer, or several as `Together`."""
     parameters: list[torch.nn.Parameter]
-    """The parameters that it trains, collected once instead of in each step."""
+    """The parameters that it trains, collected once instead of in each step. They are in the order of the module, whatever the order in the
+    groups, which may be that of a set: a norm over them is then the same on all ranks and after each start."""
     schedules: list[Schedule]
 
 
-def stepping(optimizers: Sequence[torch.optim.Optimizer], schedules: Sequence[Schedule]) -> Stepping:
-    """The `Stepping` of an update in which each of `optimizers` steps. Their parameters must be disjoint."""
+def stepping(
+    module: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer], schedules: Sequence[Schedule]
+) -> Stepping:
+    """The `Stepping` of an update of `module` in which each of `optimizers` steps. Their parameters must be disjoint."""
     together = optimizers[0] if len(optimizers) == 1 else Together(optimizers)
-    parameters = [p for group in together.param_groups for p in group["params"]]
-    return Stepping(together, parameters, list(schedules))
+    trained = {p for group in together.param_groups for p in group["params"]}
+    return Stepping(together, [p for p in module.parameters() if p in trained], list(schedules))

@@ -36,12 +36,12 @@ def compare_optimizer(
         raise CheckpointError(
             f"{where}: the checkpoint has a {saved['kind']}, but this run has a {type(optimizer).__name__}. Use the same, or resume='never'"
         )
-    live = [list(group) for group in groups]
-    if [g["names"] for g in saved["groups"]] != live:
+    live = [sorted(group) for group in groups]
+    if [sorted(g["names"]) for g in saved["groups"]] != live:
         raise CheckpointError(
             f"{where}: the checkpoint has {len(saved['groups'])} groups of {sum(len(g['names']) for g in saved['groups'])} "
             "parameters in all, this "
-            f"run has {len(live)} groups of {sum(map(len, live))}, or the parameters are in another order (frozen parameters "
+            f"run has {len(live)} groups of {sum(map(len, live))}, or they are in other groups (frozen parameters "
             "are in no group). Build the optimizer as before, or resume='never'. A group that a hook adds (add_param_group) is not there "
             "when a run resumes: give the optimizer all parameters, and train those of a layer later with UnfreezeAt"
         )

@@ -36,7 +36,7 @@ def join(run: Run, names: Sequence[str]) -> str:
         )
     key = ", ".join(names)
     schedules = [optim.schedules[label] for label in labels if label in optim.schedules]
-    optim.updates[key] = stepping([optim.optimizers[label] for label in labels], schedules)
+    optim.updates[key] = stepping(run.module, [optim.optimizers[label] for label in labels], schedules)
     return key
 
 

@@ -1,0 +1,92 @@
+"""Parameters in any order in the groups of an optimizer, as code that takes them from a set makes them: another order after each start, and
+on each rank."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.nn.functional import mse_loss
+
+from fabricate import Trainer, TrainModule
+from fabricate.testing import run_ranks
+
+ROWS = torch.utils.data.TensorDataset(torch.randn(24, 6, generator=torch.Generator().manual_seed(0)))
+
+
+class Net(TrainModule):
+    """Layers of one shape, so that nothing but the order tells them apart."""
+
+    reverse = False
+    """Whether the groups have the reversed order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = torch.nn.Sequential(*[torch.nn.Linear(6, 6) for _ in range(4)])
+        self.head = torch.nn.Linear(6, 6)
+
+    def training_step(self, batch: Any) -> torch.Tensor:
+        return mse_loss(self.head(torch.tanh(self.body(batch[0]))), batch[0].square())
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        body, head = list(self.body.parameters()), list(self.head.parameters())
+        if self.reverse:
+            body, head = body[::-1], head[::-1]
+        return torch.optim.AdamW([{"params": body}, {"params": head, "lr": 0.003}], lr=0.01, weight_decay=0.1)
+
+
+def fit(run_dir: Path, steps: int, strategy: str = "single", *, reverse: bool = False) -> dict[str, torch.Tensor]:
+    module = Net()
+    module.reverse = reverse
+    trainer = Trainer(max_steps=steps, run_dir=run_dir, strategy=strategy, max_grad_norm=0.05, seed=1, progress=False)
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    trainer.fit(module, ROWS, batch_size=12 // ranks)
+    return load_file(next((run_dir / "model").glob("*.safetensors")))
+
+
+def _apart(one: dict[str, torch.Tensor], two: dict[str, torch.Tensor]) -> float:
+    assert one.keys() == two.keys()
+    return max(float((one[name] - two[name]).abs().max()) for name in one)
+
+
+def test_neither_the_clipped_update_nor_a_resume_depends_on_the_order(tmp_path: Path) -> None:
+    whole = fit(tmp_path / "whole", 8)
+    assert _apart(fit(tmp_path / "reversed", 8, reverse=True), whole) == 0
+    fit(tmp_path / "cut", 4)
+    assert _apart(fit(tmp_path / "cut", 8, reverse=True), whole) == 0
+
+
+def _on_ranks(strategy: str, folder: Path) -> dict[str, torch.Tensor]:
+    rank = int(os.environ["RANK"])
+    fit(folder, 4, strategy, reverse=rank == 1)
+    return fit(folder, 8, strategy, reverse=rank == 0)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero1", "zero2", "zero3"])
+def test_ranks_may_have_different_orders(strategy: str, tmp_path: Path) -> None:
+    whole = fit(tmp_path / "whole", 8)
+    for weights in run_ranks(_on_ranks, 2, strategy, tmp_path / "ranks", timeout=120):
+        assert _apart(weights, whole) < 1e-6
+
+
+class Other(Net):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        first, *others = self.body.parameters() if self.reverse else reversed(list(self.body.parameters()))
+        return torch.optim.AdamW([{"params": [first]}, {"params": others}])
+
+
+def _other_groups() -> None:
+    module = Other()
+    module.reverse = os.environ["RANK"] == "1"
+    Trainer(max_steps=1, strategy="ddp", progress=False).fit(module, ROWS, batch_size=4)
+
+
+def test_other_groups_on_another_rank_are_refused() -> None:
+    refused = r"Other.configure_optimizers: group 0 of optimizer 'main' has other parameters on rank \d than on rank \d\. .*order of a set"
+    with pytest.raises(Exception, match=refused):
+        run_ranks(_other_groups, 2)
