@@ -128,6 +128,38 @@ def test_modules_are_evaluated_and_trained_again_in_one_process() -> None:
         assert len(again) == (6 if refused else 8)
 
 
+def _bag() -> tuple[float, float]:
+    """The loss of a module whose repr has all attributes of a layer, after one fit and after a second."""
+
+    class Bag(TrainModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bag = torch.nn.EmbeddingBag(10, 4)
+
+        def training_step(self, batch: Any) -> torch.Tensor:
+            return self.bag(batch).square().mean()
+
+        def validation_step(self, batch: Any) -> dict[str, torch.Tensor]:
+            return {"loss": self.training_step(batch)}
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), lr=1.0)
+
+    rows, bag = torch.randint(0, 10, (8, 3), generator=torch.Generator().manual_seed(0)), Bag()
+    trainer = Trainer(strategy="zero3", max_steps=2, precision="fp32", progress=False)
+
+    def loss() -> float:
+        trainer.fit(bag, rows, batch_size=4, resume="never")
+        return trainer.validate(bag, rows, batch_size=4)["val_loss"]
+
+    return loss(), loss()
+
+
+def test_a_module_whose_repr_has_all_attributes_is_evaluated_and_trained_after_a_fit() -> None:
+    [(first, second)] = run_ranks(_bag, 1, timeout=120)
+    assert second < first
+
+
 def _left_changed(strategy: str) -> list[str]:
     """What a fit changed in the process, after a first one that may import."""
     import copy

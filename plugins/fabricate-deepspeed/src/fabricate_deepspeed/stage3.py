@@ -163,6 +163,10 @@ class ZeRO3(ZeRO):
             # DeepSpeed's kind of dict gathers a parameter that is read. After a failure in a forward, other ranks are gone.
             parameters = submodule._parameters
             submodule._parameters = {name: dict.__getitem__(parameters, name) for name in parameters}
+            if not getattr(submodule, "_external_params", True):
+                # DeepSpeed adds them again. Its next start takes the repr of the module, and that of an EmbeddingBag has all attributes.
+                for name in ("_external_params", "ds_external_parameters", "all_parameters"):
+                    delattr(submodule, name)
         self.__dict__.pop("_cut", None)
         parameter_offload.FWD_MODULE_STACK.clear()  # it would keep the module alive
         return False
