@@ -145,6 +145,32 @@ def test_a_base_that_was_built_in_code_has_to_be_given(tmp_path: Path) -> None:
     torch.testing.assert_close(logits(merged), trained, rtol=0, atol=1e-5)
 
 
+class Resized(Adapted):
+    """Its base has tokens that the script added."""
+
+    def configure_model(self) -> None:
+        model = transformers.AutoModelForCausalLM.from_pretrained(self.base)
+        model.resize_token_embeddings(40, mean_resizing=False)
+        self.model = peft.get_peft_model(model, copy.deepcopy(self.config))
+
+
+def test_a_base_that_was_resized_has_to_be_given(tmp_path: Path) -> None:
+    llama(tied=False).save_pretrained(tmp_path / "base")
+    config = peft.LoraConfig(r=4, target_modules=ATTENTION, modules_to_save=["embed_tokens", "lm_head"])
+    module = Resized(tmp_path / "base", config)
+    Trainer(max_steps=2, run_dir=tmp_path, precision="fp32", progress=False, seed=1).fit(module, ROWS, batch_size=2)
+    refused = merge(tmp_path)
+    assert refused.exit_code == 2
+    assert "has the shape (40, 16), but (32, 16) with the base model" in refused.output
+    base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    base.resize_token_embeddings(40, mean_resizing=False)
+    base.save_pretrained(tmp_path / "resized")
+    result = merge(tmp_path, "--base", str(tmp_path / "resized"))
+    assert result.exit_code == 0, result.output
+    merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    torch.testing.assert_close(logits(merged), logits(module.model), rtol=0, atol=1e-5)
+
+
 @pytest.mark.parametrize("has_tokenizer", [False, True])
 def test_a_merge_writes_the_tokenizer_of_the_base_and_makes_none(has_tokenizer: bool, tmp_path: Path) -> None:
     base = tmp_path / "base"

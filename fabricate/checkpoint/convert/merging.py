@@ -41,6 +41,7 @@ def merge(checkpoint: Path, out: Path, base: str | None = None) -> list[str]:
         model = _load(record, place)
         label, config = _adapter(reader, record, place)
         adapted = _adapted(model, config, label)
+        _check_shapes(reader, record, adapted, place)
         _compare(reader, record, adapted)
         if getattr(model.config, "quantization_config", None) is not None:
             _forget_quantisation(model)  # before unload(), which IA3 refuses for a quantised model
@@ -132,6 +133,18 @@ def _inside(record: Any, adapted: torch.nn.Module) -> torch.nn.Module:
         outer.add_module(name, module)
         module = outer
     return module
+
+
+def _check_shapes(reader: Reader, record: Any, adapted: Any, place: str) -> None:
+    """Raise CheckpointError if a saved weight has another shape than in the base, as after resize_token_embeddings."""
+    for name, parameter in _inside(record, adapted).named_parameters():
+        saved = reader.manifest.tensors.get(f"model/{name}")
+        if saved is not None and tuple(saved.shape) != tuple(parameter.shape):
+            raise CheckpointError(
+                f"checkpoint {reader.path}: {name} has the shape {tuple(saved.shape)}, but {tuple(parameter.shape)} with the base model "
+                f"{place!r}. If the script changed the base (resize_token_embeddings), do the same in a script, write the base into a "
+                "folder with save_pretrained, and give this folder with --base"
+            )
 
 
 def _compare(reader: Reader, record: Any, adapted: Any) -> None:
