@@ -63,7 +63,11 @@ def configured(optimizers: Mapping[str, torch.optim.Optimizer], schedules: Mappi
 
 def options(group: Mapping[str, Any]) -> dict[str, Any]:
     """The options of one group that are plain values; "lr" is the initial rate of a schedule."""
-    plain = {name: value for name, value in group.items() if name not in ("params", "initial_lr") and _is_plain(value)}
+    plain = {
+        name: value
+        for name, value in group.items()
+        if name not in ("params", "param_names", "initial_lr") and _is_plain(value)
+    }
     return plain | ({"lr": group["initial_lr"]} if "initial_lr" in group else {})
 
 

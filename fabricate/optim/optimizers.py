@@ -5,8 +5,9 @@ Must not know: strategies, the loop.
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -207,13 +208,25 @@ def parameter_groups(module: torch.nn.Module, options: Mapping[str, Mapping[str,
     return rest + [{"params": by_pattern[pattern], **options[pattern]} for pattern in options]
 
 
+_ALIGNED = {"params", "param_names"}
+"""The entries of a group that are lists with an item for each parameter; it has names if the optimizer was given named parameters."""
+
+
+def reorder(group: dict[str, Any], order: Sequence[int]) -> None:
+    """Put the parameters of a group at the numbers `order` of its list, in place."""
+    for key in _ALIGNED & group.keys():
+        group[key][:] = [group[key][number] for number in order]
+
+
 def leave_out_frozen(optimizers: Mapping[str, torch.optim.Optimizer]) -> list[str]:
     """Remove the frozen parameters from the optimizers' groups; the groups stay. Returns notes for the plan."""
     notes = []
     for name, optimizer in optimizers.items():
         before = sum(len(group["params"]) for group in optimizer.param_groups)
         for group in optimizer.param_groups:
-            group["params"] = [p for p in group["params"] if p.requires_grad]
+            trained = [p.requires_grad for p in group["params"]]
+            for key in _ALIGNED & group.keys():
+                group[key] = list(itertools.compress(group[key], trained))
         if left_out := before - sum(len(group["params"]) for group in optimizer.param_groups):
             notes.append(f"optimizer {name!r}: {left_out} of {before} parameters are frozen and left out")
     return notes

@@ -42,6 +42,7 @@ from fabricate.optim.optimizers import (
     notes_of_length,
     notes_of_untrained,
     read_optimizers,
+    reorder,
 )
 from fabricate.optim.pace import notes_of_pace
 from fabricate.optim.schedules import notes_of_mode
@@ -238,7 +239,8 @@ def _agree_on_order(run: Run, where: str) -> None:
                 "groups, so do not take them from the order of a set"
             )
     for group in groups.values():
-        group["params"].sort(key=lambda p: order.get(p, (len(order), "")))
+        places = [order.get(p, (len(order), "")) for p in group["params"]]
+        reorder(group, sorted(range(len(places)), key=places.__getitem__))
 
 
 def _notes_of_rounding(run: Run) -> Iterator[str]:

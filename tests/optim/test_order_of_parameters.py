@@ -34,10 +34,16 @@ class Net(TrainModule):
         return mse_loss(self.head(torch.tanh(self.body(batch[0]))), batch[0].square())
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        body, head = list(self.body.parameters()), list(self.head.parameters())
+        body, head = list(self.body.named_parameters()), list(self.head.named_parameters())
         if self.reverse:
             body, head = body[::-1], head[::-1]
         return torch.optim.AdamW([{"params": body}, {"params": head, "lr": 0.003}], lr=0.01, weight_decay=0.1)
+
+    def on_fit_start(self, trainer: Trainer) -> None:
+        names = {p: name.partition(".")[2] for name, p in self.named_parameters()}
+        if trainer.strategy.exposes_gradients:  # otherwise the groups hold flat shards
+            for group in trainer.optimizers["main"].param_groups:
+                assert group["param_names"] == [names[p] for p in group["params"]]
 
 
 def fit(run_dir: Path, steps: int, strategy: str = "single", *, reverse: bool = False) -> dict[str, torch.Tensor]:

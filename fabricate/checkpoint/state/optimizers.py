@@ -58,15 +58,13 @@ def load_optimizer(
     """Restore one optimizer after `compare_optimizer`: the options of each group and this rank's part of the state, matched by parameter
     name."""
     prefix, orders = f"optimizer/{label}/", _orders(reader, saved)
-    keys: dict[str, list[str]] = {}
-    for logical in reader.manifest.tensors:
-        if logical.startswith(prefix):
-            name, _, key = logical.removeprefix(prefix).rpartition("/")
-            keys.setdefault(name, []).append(key)
+    keys = _keys(reader, prefix)
     _clear(optimizer.state)
     tried = functools.cache(functools.partial(_tried, optimizer, groups))
     for live, stored, group in zip(optimizer.param_groups, saved["groups"], groups, strict=True):
-        live.update(decode_mapping(reader, stored["options"], f"a group of optimizer {label!r}"))
+        options = decode_mapping(reader, stored["options"], f"a group of optimizer {label!r}")
+        options.pop("param_names", None)  # may have another order than in this run
+        live.update(options)
         on_device = bool(live.get("fused") or live.get("capturable"))
         for name, parameter in group.items():
             where, values = f"{prefix}{name}", saved["values"].get(name, {})
@@ -88,6 +86,16 @@ def load_optimizer(
                 if f"{where}/{key}" in orders and type(held) is torch.Tensor and part.replicated:
                     optimizer.state[parameter][key] = in_order(held, orders[f"{where}/{key}"])
     strategy.after_load()
+
+
+def _keys(reader: Reader, prefix: str) -> dict[str, list[str]]:
+    """The keys of the tensors in the state of each parameter of an optimizer, whose tensors have names with `prefix`."""
+    keys: dict[str, list[str]] = {}
+    for logical in reader.manifest.tensors:
+        if logical.startswith(prefix):
+            name, _, key = logical.removeprefix(prefix).rpartition("/")
+            keys.setdefault(name, []).append(key)
+    return keys
 
 
 def _orders(reader: Reader, saved: Mapping[str, Any]) -> Orders:

@@ -121,7 +121,9 @@ def _options(run: Run) -> dict[str, Any]:
             for option, value in group.items():
                 if isinstance(value, torch.Tensor):
                     value = value.tolist()
-                if option != "params" and isinstance(value, int | float | str | tuple | list | None):
+                if option not in ("params", "param_names") and isinstance(
+                    value, int | float | str | tuple | list | None
+                ):
                     options[f"{option} of group {number} of optimizer {label!r}"] = value
     return options
 
