@@ -77,6 +77,25 @@ def test_a_resumed_run_is_the_same_or_a_note_says_what_is_lost(
     assert ("note: Named.state['steps'] changed since the fit began" in capsys.readouterr().err) is named
 
 
+def test_tensors_in_the_options_of_several_groups_are_resumed(tmp_path: Path) -> None:
+    class Rates(Regression):
+        def configure_optimizers(self) -> Any:
+            weight, bias = (
+                {"params": [p], "lr": torch.tensor(lr)} for p, lr in zip(self.parameters(), (0.01, 0.02), strict=True)
+            )
+            optimizer = torch.optim.AdamW([weight, bias])
+            return optimizer, torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+
+    def fit(run_dir: Path, steps: int) -> list[float]:
+        made = Rates(None)
+        Trainer(max_steps=steps, run_dir=run_dir, seed=1, progress=False).fit(made, ROWS, batch_size=2)
+        return [float(value) for p in made.parameters() for value in p.detach().flatten()]
+
+    whole = fit(tmp_path / "whole", 6)
+    fit(tmp_path / "resumed", 3)
+    assert fit(tmp_path / "resumed", 6) == whole
+
+
 class Rotates(torch.optim.Optimizer):
     """Keeps matrices by columns, as those that preconditioned optimizers (SOAP, Shampoo) get from torch.linalg: in a list, in the shape of
     the parameter, and in another shape. Their products are rounded differently by rows."""

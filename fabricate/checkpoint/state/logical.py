@@ -204,9 +204,9 @@ class Saver:
                 else:
                     values.setdefault(name, {})[key] = self.encode(value, logical, whole)
         saved_groups = [
-            {"options": self.encode({k: v for k, v in g.items() if k != "params"}, f"optimizer/{label}/group", self.whole),
+            {"options": self.encode({k: v for k, v in g.items() if k != "params"}, f"optimizer/{label}/group[{n}]", self.whole),
              "names": list(names)}
-            for g, names in zip(optimizer.param_groups, groups, strict=True)
+            for n, (g, names) in enumerate(zip(optimizer.param_groups, groups, strict=True))
         ]  # fmt: skip
         kind = type(optimizer).__name__
         return {"kind": kind, "groups": saved_groups, "values": values, "memory_order": orders}
