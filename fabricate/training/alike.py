@@ -1,4 +1,5 @@
-"""What all ranks must have in common before a run begins: code, settings, data, validation sets and quantised weights.
+"""What all ranks must have in common before a run begins: code, settings, data, validation sets, quantised weights and the groups of
+optimizers.
 
 Must not know: how ranks exchange messages (`distributed`), how a module is prepared (`opening`).
 """
@@ -10,6 +11,7 @@ from fabricate.data.digests import digest as digest_of
 from fabricate.distributed.consistency import check_alike
 from fabricate.errors import ConfigurationError, few
 from fabricate.module import TrainModule
+from fabricate.optim.optimizers import reorder
 from fabricate.seeding import is_generator, state_of
 from fabricate.strategies.quantised import quantised_weights
 from fabricate.strategies.sharding import is_sharded
@@ -86,6 +88,39 @@ def _base(module: TrainModule) -> dict[str, str]:
     sharded = {name for name, each in weights.items() if is_sharded(each.weight)}
     held = {name: each.scales if name in sharded else each.tensors() for name, each in weights.items()}
     return {f"the quantised {name}": " ".join(map(digest, tensors)) for name, tensors in held.items()}
+
+
+def agree_on_order(run: Run, where: str) -> None:
+    """Put the parameters of a group of an optimizer in the order of the module, if ranks have them in different orders because they come
+    from a set. `ConfigurationError` if a group has other parameters on another rank. All ranks."""
+    if run.engine.world_size == 1:
+        return
+    order = {p: (number, name) for number, (name, p) in enumerate(run.module.named_parameters())}
+    groups = {
+        f"group {n} of optimizer {o!r}": g
+        for o, made in run.optim.optimizers.items()
+        for n, g in enumerate(made.param_groups)
+    }
+    mine = {label: [order[p][1] for p in group["params"] if p in order] for label, group in groups.items()}
+    if run.engine.all_have(mine):
+        return
+    everyone = run.engine.gather_json(mine)
+    _refuse_other_groups(where, everyone)
+    for label, group in groups.items():
+        if any(names[label] != mine[label] for names in everyone):
+            places = [order.get(p, (len(order), "")) for p in group["params"]]
+            reorder(group, sorted(range(len(places)), key=places.__getitem__))
+
+
+def _refuse_other_groups(where: str, everyone: list[dict[str, list[str]]]) -> None:
+    """Raise `ConfigurationError` if a group has other parameters on another rank. `everyone`: the names in each group, of each rank."""
+    for rank, names in enumerate(everyone):
+        for label in {**everyone[0], **names}:
+            if sorted(everyone[0].get(label, [])) != sorted(names.get(label, [])):
+                raise ConfigurationError(
+                    f"{where}: {label} has other parameters on rank {rank} than on rank 0. Every rank has to make the same groups, so do "
+                    "not take them from the order of a set"
+                )
 
 
 def note_copied_generators(run: Run) -> None:

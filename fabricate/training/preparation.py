@@ -42,7 +42,6 @@ from fabricate.optim.optimizers import (
     notes_of_length,
     notes_of_untrained,
     read_optimizers,
-    reorder,
 )
 from fabricate.optim.pace import notes_of_pace
 from fabricate.optim.schedules import notes_of_mode
@@ -52,6 +51,7 @@ from fabricate.registry.registry import own_version
 from fabricate.registry.validation import reasons
 from fabricate.seeding import derive_seed, seed_everything
 from fabricate.strategies.base import Strategy
+from fabricate.training.alike import agree_on_order
 from fabricate.training.reports.tracking import start_trackers
 from fabricate.training.saves import choosing, resuming
 from fabricate.training.saves.changes import plugin_options
@@ -202,7 +202,7 @@ def _configure_optimizers(run: Run) -> None:
         raise ConfigurationError("; ".join(dict.fromkeys(problems)))
     optim.configured, optim.plugin_options = configured(optim.optimizers, optim.schedules), dict(plugin_options(run))
     run.notes.extend(leave_out_frozen(optim.optimizers))
-    _agree_on_order(run, where)
+    agree_on_order(run, where)
     run.notes.extend(notes_of_untrained(module, optim.optimizers))
     run.notes.extend(_notes_of_rounding(run))
     if run.calls.train_step is None:  # a plugin that takes the place of training_step may run backward in it
@@ -215,32 +215,6 @@ def _configure_optimizers(run: Run) -> None:
         parameter.grad = None  # a gradient may be left from a window that failed
     take_groups(run)
     _note_several(run)
-
-
-def _agree_on_order(run: Run, where: str) -> None:
-    """Put the parameters of each group in the order of the module, if ranks have them in different orders because they come from a set.
-    `ConfigurationError` if a group has other parameters on another rank. All ranks."""
-    if run.engine.world_size == 1:
-        return
-    order = {p: (number, name) for number, (name, p) in enumerate(run.module.named_parameters())}
-    groups = {
-        f"group {n} of optimizer {o!r}": g
-        for o, made in run.optim.optimizers.items()
-        for n, g in enumerate(made.param_groups)
-    }
-    mine = {label: [order[p][1] for p in group["params"] if p in order] for label, group in groups.items()}
-    if run.engine.all_have(mine):
-        return
-    for rank, other in enumerate(run.engine.gather_json(mine)):
-        apart = [label for label in {**mine, **other} if sorted(mine.get(label, [])) != sorted(other.get(label, []))]
-        if apart:
-            raise ConfigurationError(
-                f"{where}: {apart[0]} has other parameters on rank {rank} than on rank {run.engine.rank}. Every rank has to make the same "
-                "groups, so do not take them from the order of a set"
-            )
-    for group in groups.values():
-        places = [order.get(p, (len(order), "")) for p in group["params"]]
-        reorder(group, sorted(range(len(places)), key=places.__getitem__))
 
 
 def _notes_of_rounding(run: Run) -> Iterator[str]:

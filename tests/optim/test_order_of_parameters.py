@@ -41,13 +41,15 @@ class Net(TrainModule):
 
     def on_fit_start(self, trainer: Trainer) -> None:
         names = {p: name.partition(".")[2] for name, p in self.named_parameters()}
-        if trainer.strategy.exposes_gradients:  # otherwise the groups hold flat shards
+        if trainer.strategy.exposes_gradients and type(self) is Net:  # otherwise the groups hold flat shards
             for group in trainer.optimizers["main"].param_groups:
                 assert group["param_names"] == [names[p] for p in group["params"]]
 
 
-def fit(run_dir: Path, steps: int, strategy: str = "single", *, reverse: bool = False) -> dict[str, torch.Tensor]:
-    module = Net()
+def fit(
+    run_dir: Path, steps: int, strategy: str = "single", *, reverse: bool = False, module: Net | None = None
+) -> dict[str, torch.Tensor]:
+    module = module or Net()
     module.reverse = reverse
     trainer = Trainer(max_steps=steps, run_dir=run_dir, strategy=strategy, max_grad_norm=0.05, seed=1, progress=False)
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
@@ -67,6 +69,34 @@ def test_neither_the_clipped_update_nor_a_resume_depends_on_the_order(tmp_path: 
     assert _apart(fit(tmp_path / "cut", 8, reverse=True), whole) == 0
 
 
+class Flat(torch.optim.SGD):
+    """Keeps the state of all parameters in one vector, as LBFGS does, and an option with a value for each of them."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        parameters = self.param_groups[0]["params"]
+        state, scales = self.state[parameters[0]], self.param_groups[0]["scales"]
+        gradients = torch.cat([scale * p.grad.flatten() for scale, p in zip(scales, parameters, strict=True)])
+        state["mean"] = gradients + 0.9 * state.get("mean", torch.zeros_like(gradients))
+        parts = state["mean"].split([p.numel() for p in parameters])
+        with torch.no_grad():
+            for p, part in zip(parameters, parts, strict=True):
+                p.sub_(0.05 * part.view_as(p))
+
+
+class OfOneVector(Net):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        parameters = list(self.parameters())
+        optimizer = Flat(parameters[::-1] if self.reverse else parameters, lr=0.1)
+        optimizer.param_groups[0]["scales"] = [1.0] * len(parameters)
+        return optimizer
+
+
+def test_a_state_that_is_one_vector_of_all_parameters_is_resumed_in_its_order(tmp_path: Path) -> None:
+    whole = fit(tmp_path / "whole", 8, module=OfOneVector())
+    fit(tmp_path / "cut", 4, module=OfOneVector())
+    assert _apart(fit(tmp_path / "cut", 8, reverse=True, module=OfOneVector()), whole) == 0
+
+
 def _on_ranks(strategy: str, folder: Path) -> dict[str, torch.Tensor]:
     rank = int(os.environ["RANK"])
     fit(folder, 4, strategy, reverse=rank == 1)
@@ -78,6 +108,31 @@ def test_ranks_may_have_different_orders(strategy: str, tmp_path: Path) -> None:
     whole = fit(tmp_path / "whole", 8)
     for weights in run_ranks(_on_ranks, 2, strategy, tmp_path / "ranks", timeout=120):
         assert _apart(weights, whole) < 1e-6
+
+
+class Scaled(Net):
+    """One group has an option with a value for each parameter, and only the other group comes from a set."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        body, head = list(self.body.parameters())[::-1], list(self.head.parameters())
+        groups = [{"params": body, "scales": list(range(len(body)))}, {"params": head[::-1] if self.reverse else head}]
+        return torch.optim.AdamW(groups, lr=0.01)
+
+    def on_fit_start(self, trainer: Trainer) -> None:
+        group = trainer.optimizers["main"].param_groups[0]
+        self.scaled = [next(n for n, each in self.named_parameters() if each is p) for p in group["params"]]
+
+
+def _only_one() -> list[str]:
+    module = Scaled()
+    module.reverse = os.environ["RANK"] == "1"
+    Trainer(max_steps=1, strategy="ddp", progress=False).fit(module, ROWS, batch_size=4)
+    return module.scaled
+
+
+def test_a_group_that_all_ranks_have_in_one_order_keeps_it() -> None:
+    names = [name for name, _ in Net().body.named_parameters(prefix="body")]
+    assert run_ranks(_only_one, 2) == [names[::-1]] * 2
 
 
 class Other(Net):

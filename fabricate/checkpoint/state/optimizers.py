@@ -4,7 +4,7 @@ how it was saved (`logical`), the loop."""
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from fabricate.checkpoint.state.logical import (
     read_whole,
 )
 from fabricate.errors import CheckpointError
+from fabricate.optim.optimizers import reorder
 from fabricate.optim.trial import State, rebuilt, tried_state
 from fabricate.strategies.base import Strategy
 from fabricate.strategies.sharding import is_wrapper
@@ -62,9 +63,8 @@ def load_optimizer(
     _clear(optimizer.state)
     tried = functools.cache(functools.partial(_tried, optimizer, groups))
     for live, stored, group in zip(optimizer.param_groups, saved["groups"], groups, strict=True):
-        options = decode_mapping(reader, stored["options"], f"a group of optimizer {label!r}")
-        options.pop("param_names", None)  # may have another order than in this run
-        live.update(options)
+        _restore_order(live, group, stored["names"])
+        live.update(decode_mapping(reader, stored["options"], f"a group of optimizer {label!r}"))
         on_device = bool(live.get("fused") or live.get("capturable"))
         for name, parameter in group.items():
             where, values = f"{prefix}{name}", saved["values"].get(name, {})
@@ -86,6 +86,14 @@ def load_optimizer(
                 if f"{where}/{key}" in orders and type(held) is torch.Tensor and part.replicated:
                     optimizer.state[parameter][key] = in_order(held, orders[f"{where}/{key}"])
     strategy.after_load()
+
+
+def _restore_order(live: dict[str, Any], group: Mapping[str, torch.nn.Parameter], names: Sequence[str]) -> None:
+    """Put the parameters of a group in the saved order: the state of LBFGS, for instance, lies in one vector for all of them."""
+    numbers = {id(parameter): number for number, parameter in enumerate(live["params"])}
+    parameters = [id(group[name]) for name in names]
+    if numbers.keys() == set(parameters):  # otherwise the strategy has put its own tensors into the group
+        reorder(live, [numbers[parameter] for parameter in parameters])
 
 
 def _keys(reader: Reader, prefix: str) -> dict[str, list[str]]:
