@@ -150,6 +150,17 @@ class StepWatch(TorchFunctionMode):
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
+    def pause(self) -> bool:
+        """Record nothing until `resume`. Does nothing and returns False if other modes of torch functions are active too."""
+        if torch.overrides._get_current_function_mode_stack() != [self]:  # type: ignore[no-untyped-call]
+            return False
+        self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        return True
+
+    def resume(self) -> None:
+        """Record again."""
+        super().__enter__()  # type: ignore[no-untyped-call]
+
     def __torch_function__(
         self,
         func: Callable[..., Any],

@@ -74,6 +74,13 @@ def compiled(module: torch.nn.Module, compilation: Compilation) -> Iterator[str]
         yield f"compiled by unit: {len(units)} ({', '.join(kinds)}), {options.get('backend', 'inductor')}{sizes}"
 
 
+def is_compiled(module: torch.nn.Module) -> bool:
+    """Whether `module` was compiled, by `Trainer(compile=)`, which sets a `forward` on the object, or by the user."""
+    by_torch = getattr(module, "_compiled_call_impl", None) is not None or type(module).__name__ == "OptimizedModule"
+    # Accelerate's hook sets a forward too.
+    return by_torch or ("forward" in vars(module) and not hasattr(module, "_hf_hook"))
+
+
 def _restore(unit: torch.nn.Module, before: Any) -> None:
     if before is None:
         unit.__dict__.pop("forward", None)

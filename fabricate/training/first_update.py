@@ -13,6 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from fabricate.data.transfer import tensors
 from fabricate.errors import ConfigurationError, few
+from fabricate.model.compiling import is_compiled
 from fabricate.training.halves import compare_halves
 from fabricate.training.state.run_state import Run
 from fabricate.training.updates.losses import WindowLosses
@@ -25,7 +26,7 @@ class Activations:
 
     def __init__(self, module: torch.nn.Module) -> None:
         self._found: dict[str, set[str]] = {}
-        self.whole = not any(_is_compiled(layer) or _is_scripted(layer) for layer in module.modules())
+        self.whole = not any(is_compiled(layer) or _is_scripted(layer) for layer in module.modules())
         """Whether every layer is watched."""
         self._hooks = [layer.register_forward_hook(self._heard) for layer in _layers(module)]
 
@@ -48,7 +49,7 @@ def _layers(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
     """The innermost submodules, and the compiled modules that can be watched from outside."""
     if _is_scripted(module):
         return
-    if _is_compiled(module):  # hooks inside would be traced, and their removal would cause another compilation
+    if is_compiled(module):  # hooks inside would be traced, and their removal would cause another compilation
         if "forward" in vars(module):
             yield module
         return
@@ -61,13 +62,6 @@ def _layers(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
 
 def _is_scripted(module: torch.nn.Module) -> bool:
     return isinstance(module, torch.jit.ScriptModule)
-
-
-def _is_compiled(module: torch.nn.Module) -> bool:
-    """Whether `module` was compiled, by `Trainer(compile=)`, which sets a `forward` on the object, or by the user."""
-    by_torch = getattr(module, "_compiled_call_impl", None) is not None or type(module).__name__ == "OptimizedModule"
-    # Accelerate's hook sets a forward too.
-    return by_torch or ("forward" in vars(module) and not hasattr(module, "_hf_hook"))
 
 
 _SEVERAL = 10

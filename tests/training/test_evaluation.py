@@ -379,6 +379,61 @@ def test_a_request_that_no_update_follows_is_noted(
     assert len(hears.evaluations) == (hook == "on_complete" and call == "request_eval")
 
 
+class Encodes(TrainModule):
+    """Averages over padded positions too, at which layers with a fast path give other values than without it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = torch.nn.Embedding(50, 32, padding_idx=0)
+        layer = torch.nn.TransformerEncoderLayer(32, 4, 64, batch_first=True)
+        self.encoder, self.head = torch.nn.TransformerEncoder(layer, 2), torch.nn.Linear(32, 2)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.head(self.encoder(self.embedding(ids), src_key_padding_mask=ids == 0).mean(1))
+
+    def training_step(self, batch: Any) -> torch.Tensor:
+        return torch.nn.functional.cross_entropy(self(batch[0]), batch[1])
+
+    def validation_step(self, batch: Any) -> dict[str, torch.Tensor]:
+        scores = self(batch[0])
+        return {
+            "loss": torch.nn.functional.cross_entropy(scores, batch[1]),
+            "right": (scores.argmax(1) == batch[1]).float().mean(),
+        }
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype")
+@pytest.mark.parametrize("fits", [False, True])
+def test_layers_with_a_fast_path_take_it_in_an_evaluation_as_by_hand(fits: bool) -> None:
+    draws = torch.Generator().manual_seed(0)
+    ids, labels = torch.randint(1, 50, (32, 20), generator=draws), torch.randint(0, 2, (32,), generator=draws)
+    ids[torch.arange(20) >= torch.randint(2, 20, (32, 1), generator=draws)] = 0
+    rows = torch.utils.data.TensorDataset(ids, labels)
+    module, trainer = Encodes(), Trainer(max_steps=2, validate_every=2, progress=False)
+    metrics = (
+        trainer.fit(module, rows, rows, batch_size=8).metrics if fits else trainer.validate(module, rows, batch_size=8)
+    )
+
+    def by_hand() -> float:
+        with torch.no_grad():
+            parts = [
+                torch.nn.functional.cross_entropy(module.eval()(ids[n : n + 8]), labels[n : n + 8])
+                for n in range(0, 32, 8)
+            ]
+        return float(torch.stack(parts).mean())
+
+    assert metrics["val_loss"] == pytest.approx(by_hand(), rel=1e-6)
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        assert abs(metrics["val_loss"] - by_hand()) > 1e-3
+    finally:
+        torch.backends.mha.set_fastpath_enabled(True)
+
+
 @pytest.mark.parametrize("wrapped", [False, True])
 def test_evaluation_batches_are_numbered(wrapped: bool) -> None:
     numbers: list[int] = []

@@ -18,6 +18,7 @@ from fabricate.distributed.group import remembered_buffers
 from fabricate.errors import ConfigurationError, few
 from fabricate.metrics.step_watch import StepWatch
 from fabricate.metrics.torchmetrics_objects import snapshot_torchmetrics
+from fabricate.model.compiling import is_compiled
 from fabricate.module import STEPS, TrainModule
 from fabricate.seeding import is_generator, rng_state, state_of
 from fabricate.training.evaluations.evaluated import prefix_of
@@ -35,6 +36,47 @@ _CLOSE = 1e-2
 roundings for another batch size."""
 
 
+_WITH_FAST_PATHS = (torch.nn.TransformerEncoder, torch.nn.TransformerEncoderLayer, torch.nn.MultiheadAttention)
+"""Layers that compute in another way while no gradients are needed, with other values at padded positions, but not while functions of torch
+are watched."""
+
+
+@contextlib.contextmanager
+def _watching(watch: StepWatch | None, module: TrainModule) -> Iterator[None]:
+    """Let `watch` record a step of `module`, except for what happens inside of layers with a fast path: they compute as without it."""
+    if watch is None:
+        yield
+        return
+    with watch:
+        layers = list(module.modules())
+        # Compiled layers would be compiled again because of the hooks.
+        if not any(isinstance(layer, _WITH_FAST_PATHS) for layer in layers) or any(map(is_compiled, layers)):
+            yield
+            return
+        paused: list[torch.nn.Module] = []
+
+        def before(layer: torch.nn.Module, inputs: object) -> None:
+            if isinstance(layer, _WITH_FAST_PATHS) and not paused and watch.pause():
+                paused.append(layer)
+
+        def after(layer: torch.nn.Module, inputs: object, output: object) -> None:
+            if paused == [layer]:
+                paused.clear()
+                watch.resume()
+
+        hooks = torch.nn.modules.module
+        # A hook of a layer itself would prevent its fast path.
+        handles = [
+            hooks.register_module_forward_pre_hook(before),
+            hooks.register_module_forward_hook(after, always_call=True),
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
 class MeasuredSteps:
     """Runs the steps of an evaluation on one data set, and finds the weights of their metrics."""
 
@@ -49,7 +91,7 @@ class MeasuredSteps:
 
     def run(self, batch: Any) -> Any:
         """The output of the step for one batch on the device."""
-        with self._watch or contextlib.nullcontext():
+        with _watching(self._watch, self._run.module):
             return run_step(self._run, batch, self._stage)
 
     def weigh(self, output: Any, item: EvalBatch) -> Any:
@@ -136,7 +178,7 @@ class MeasuredSteps:
         now.batch = batch = rows_at(kept.batch, order, kept.rows)
         if len(kept.indices) == kept.rows:
             now.batch_indices = [kept.indices[place] for place in order]
-        with watch:
+        with _watching(watch, self._run.module):
             output = self._run.engine.evaluate(self._stage, batch, now.batch_idx)
         weight: Any = log_output(self._run.module, output, self._stage)
         if weight is None:
