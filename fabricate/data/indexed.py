@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing
-from functools import partial
+from functools import lru_cache, partial
 from itertools import islice
 from typing import Any
 
@@ -33,6 +33,10 @@ from fabricate.errors import ConfigurationError
 
 # (start, stop, rows): units start:stop of the order are fetched, and `rows` of them count.
 _Place = tuple[int, int, int]
+
+
+_BLOCK = 2**16
+"""The rows that are drawn at once."""
 
 
 class RowOrder:
@@ -61,6 +65,30 @@ class RowOrder:
 
     def sizes(self, begin: int, shares: list[Share]) -> list[int]:
         return [share.rows for share in shares]
+
+
+class DrawnOrder(RowOrder):
+    """The order of an epoch of `number` rows, drawn with replacement from `rows` rows. They are drawn in blocks when they are read, because
+    all of them may exceed the memory: RandomSampler(data, replacement=True, num_samples=10**10)."""
+
+    def __init__(self, rows: int, number: int, seed: int, epoch: int) -> None:
+        self._rows, self._number, self._seed, self._epoch = rows, number, seed, epoch
+        self._block = lru_cache(maxsize=2)(self._drawn)
+
+    def __len__(self) -> int:
+        return self._number
+
+    def _drawn(self, block: int) -> npt.NDArray[np.int64]:
+        return np.random.default_rng(batch_seed(self._seed, self._epoch, block)).integers(self._rows, size=_BLOCK)
+
+    def fetch(self, place: _Place) -> list[Any]:
+        first = place[0] // _BLOCK
+        blocks = [self._block(number) for number in range(first, place[1] // _BLOCK + 1)]
+        indices: list[Any] = np.concatenate(blocks)[place[0] - first * _BLOCK : place[1] - first * _BLOCK].tolist()
+        return indices
+
+    def digest(self) -> str:
+        return digest([self._number, self._block(0)])
 
 
 class BatchOrder:

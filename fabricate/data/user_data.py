@@ -25,7 +25,7 @@ from torch.utils.data import (
 )
 
 from fabricate.data.identity import is_hugging_face
-from fabricate.data.indexed import BatchOrder, Draw, Indexed, RowOrder, as_indices, drawn
+from fabricate.data.indexed import BatchOrder, Draw, DrawnOrder, Indexed, RowOrder, as_indices, drawn
 from fabricate.data.order import epoch_order
 from fabricate.data.sequential import Sequential
 from fabricate.data.source import Loading, Setup, Source
@@ -274,6 +274,10 @@ def _without_persistent_workers(loader: DataLoader[Any], setup: Setup) -> DataLo
     return loader
 
 
+_MOST_DRAWN = 2**24
+"""A sampler of more rows is not asked for all rows of an epoch before the epoch, if they can be drawn otherwise."""
+
+
 def _sampler_order(dataset: Any, sampler: Any) -> tuple[Draw, int | None, str, bool | None]:
     """A function that draws the rows of an epoch for `sampler`, their number, the phrase of a note about a sampler of the user's, and the
     value of `Source.shuffle`."""
@@ -288,6 +292,10 @@ def _sampler_order(dataset: Any, sampler: Any) -> tuple[Draw, int | None, str, b
             "",
             shuffle,
         )
+    if type(sampler) is RandomSampler and sampler.replacement and rows is not None and rows > _MOST_DRAWN:
+        number = len(sampler.data_source)
+        phrase = f"the {rows} rows of RandomSampler, drawn with replacement from the seed, the same on all ranks"
+        return lambda seed, epoch: DrawnOrder(number, rows, seed, epoch), rows, phrase, None
     phrase = f"the rows of {type(sampler).__name__}, drawn for each epoch from the seed, the same on all ranks"
     return lambda seed, epoch: RowOrder(as_indices(drawn(sampler, seed, epoch))), rows, phrase, None
 

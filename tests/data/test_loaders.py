@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
+from itertools import islice
 from typing import Any
 
 import pytest
@@ -22,9 +23,9 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from fabricate.data.source import Loading
+from fabricate.data.source import Loading, Source
 from fabricate.errors import ConfigurationError
-from tests.support.sources import Numbers, Stream, flat, in_twos, opened, ranks, updates
+from tests.support.sources import Numbers, Stream, flat, in_twos, opened, ranks, updates, values
 from tests.support.workers import own_children
 
 
@@ -151,6 +152,29 @@ def test_a_random_sampler_that_draws_some_rows_or_repeats_them_is_asked_too() ->
     assert max(flat(updates([some], epoch=1)) + flat(updates([some], epoch=2))) > 3
     repeating = opened(DataLoader(Numbers(10), sampler=RandomSampler(Numbers(10), replacement=True)))
     assert len(set(flat(updates([repeating])))) < 10
+
+
+def test_a_random_sampler_may_draw_more_rows_than_memory_holds() -> None:
+    """minGPT trains on RandomSampler(data, replacement=True, num_samples=int(1e10)) until a number of updates is made."""
+
+    def loader() -> DataLoader[Any]:
+        return DataLoader(
+            Numbers(1000), batch_size=32, sampler=RandomSampler(Numbers(1000), replacement=True, num_samples=10**10)
+        )
+
+    def rows(sources: list[Source], updates: int, start: int = 0, epoch: int = 0) -> list[int]:
+        windows = zip(*(islice(source.windows(epoch, start), updates) for source in sources), strict=True)
+        return [
+            value for each in windows for window in each for batch, _ in window.micro_batches for value in values(batch)
+        ]
+
+    [source] = whole = ranks(loader, None, 1)
+    first = rows(whole, 2100)  # beyond a block of 65536 rows
+    assert source.updates_per_epoch == 10**10 // 32
+    assert len(set(first[:2000])) < 1000 == len(set(first))
+    assert first[-320:] == rows(ranks(loader, None, 2), 5, start=32 * 2090)
+    assert first[:32] != first[2**16 : 2**16 + 32]
+    assert first[:320] != rows(whole, 10, epoch=1)
 
 
 def test_samplers_are_asked_for_their_order_even_when_they_derive_from_torchs_own() -> None:
