@@ -25,17 +25,34 @@ _SUMS = (
     *(torch.sum, torch.Tensor.sum, torch.count_nonzero, torch.Tensor.count_nonzero, torch.dot, torch.Tensor.dot),
     *(torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.inner, torch.vdot),
 )
-_DIVISIONS = (torch.div, torch.true_divide, torch.Tensor.div, torch.Tensor.true_divide, torch.Tensor.__truediv__)
+_DIVISIONS = (
+    *(torch.div, torch.true_divide, torch.Tensor.div, torch.Tensor.true_divide, torch.Tensor.__truediv__),
+    *(torch.Tensor.div_, torch.Tensor.__itruediv__),
+)
 _SCALING = (
     *_DIVISIONS,
     *(torch.add, torch.sub, torch.mul, torch.neg, torch.rsub, torch.Tensor.add, torch.Tensor.sub, torch.Tensor.mul),
     *(torch.Tensor.__add__, torch.Tensor.__radd__, torch.Tensor.__sub__, torch.Tensor.__rsub__, torch.Tensor.__mul__),
-    *(torch.Tensor.__rmul__, torch.Tensor.__neg__, torch.Tensor.neg),
+    *(torch.Tensor.__rmul__, torch.Tensor.__neg__, torch.Tensor.neg, torch.Tensor.mul_, torch.Tensor.__imul__),
 )
-_PRODUCTS = (torch.mul, torch.Tensor.mul, torch.Tensor.__mul__, torch.Tensor.__rmul__)
+_PRODUCTS = (
+    *(torch.mul, torch.Tensor.mul, torch.Tensor.__mul__, torch.Tensor.__rmul__),
+    *(torch.Tensor.mul_, torch.Tensor.__imul__),
+)
 _ADDITIONS = (
     *(torch.add, torch.Tensor.add, torch.Tensor.add_, torch.Tensor.__add__, torch.Tensor.__radd__),
     torch.Tensor.__iadd__,
+)
+_COPIES = (
+    *(
+        torch.Tensor.float,
+        torch.Tensor.double,
+        torch.Tensor.half,
+        torch.Tensor.bfloat16,
+        torch.Tensor.to,
+        torch.Tensor.type,
+    ),
+    *(torch.Tensor.cpu, torch.Tensor.clone, torch.Tensor.detach, torch.clone, torch.squeeze, torch.Tensor.squeeze),
 )
 _FUNCTIONS: dict[Any, str] = {
     **dict.fromkeys((torch.sqrt, torch.Tensor.sqrt, torch.rsqrt, torch.Tensor.rsqrt), "sqrt"),
@@ -140,6 +157,8 @@ class StepWatch(TorchFunctionMode):
         """Whether a batch was weighed before."""
         self._numbers: dict[str, float] = {}
         """The first value of each metric that is a Python number."""
+        self._labels: torch.Tensor | None = None
+        """The labels of the first cross-entropy in `logged` of this batch, by which metrics beside it are weighted."""
         self._over_rows: dict[str, bool] = {}
         """For each metric beside a cross-entropy: whether it is a mean of one number per row."""
         self._inspected: set[str] = set()
@@ -181,21 +200,40 @@ class StepWatch(TorchFunctionMode):
     def _describe(
         self, func: Callable[..., Any], result: torch.Tensor, args: tuple[Any, ...], reduction: str | None
     ) -> None:
-        """Record what the 0-dim `result` of `func` is, if it is a sum, a mean, or computed from one."""
-        new = partial(_Reduced, result, _version(result))
+        """Record what the number `result` of `func` is, if it is a sum, a mean, or computed from one."""
+        version = _version(result)
+        if result is args[0]:
+            self._forget_changed(result, version)
+        new = partial(_Reduced, result, version)
         described = list(_reduction(new, func, args[0], reduction))
-        if len(self._functions) < _MOST_NUMBERS and (func in _FUNCTIONS or func in _SCALING or func in _ADDITIONS):
-            sizes = self._sizes_of_means(args[0]) if func in _FUNCTIONS else []
-            of = [(new(None, each), _FUNCTIONS[func]) for each in sizes]
-            if len(_numbers(args[:2])) == len(args[:2]) - 1:  # a sum of functions may be one over rows
-                of += [(new(None, each.sizes), name) for each, name in map(self._function, args[:2]) if each]
-            self._functions |= {id(result): each for each in of[:1]}
+        if func in _COPIES:
+            described += [each._replace(result=result, version=version) for each in self._unchanged(args[0])]
         if func in _SCALING or func in _ADDITIONS:
             described += self._scaled(new, func, args)
         if func in _ADDITIONS:
             described += self._added(new, *args[:2])
+        self._describe_function(new, func, args)
         if described and len(self._reduced) < _MOST_NUMBERS:
             self._reduced[id(result)] = described
+
+    def _describe_function(self, new: Callable[..., _Reduced], func: Callable[..., Any], args: tuple[Any, ...]) -> None:
+        """Record the result of `func` if it is a non-linear function of a mean, or a multiple or sum of such functions."""
+        if len(self._functions) >= _MOST_NUMBERS or not (func in _FUNCTIONS or func in _SCALING or func in _ADDITIONS):
+            return
+        sizes = self._sizes_of_means(args[0]) if func in _FUNCTIONS else []
+        of = [(new(None, each), _FUNCTIONS[func]) for each in sizes]
+        if len(_numbers(args[:2])) == len(args[:2]) - 1:  # a sum of functions may be one over rows
+            of += [(new(None, each.sizes), name) for each, name in map(self._function, args[:2]) if each]
+        self._functions |= {id(each.result): (each, name) for each, name in of[:1]}
+
+    def _forget_changed(self, result: torch.Tensor, version: int | None) -> None:
+        """Forget what the argument and result of a function is, unless at most this function changed it."""
+        if version is not None and id(result) in self._reduced:
+            kept = (each for each in self._reduced[id(result)] if each.version in (version - 1, version))
+            self._reduced[id(result)] = list(kept)
+
+    def _unchanged(self, value: torch.Tensor) -> list[_Reduced]:
+        return [each for each in self._reduced.get(id(value), []) if each.is_unchanged()]
 
     def _function(self, value: Any) -> tuple[_Reduced | None, str]:
         each, name = self._functions.get(id(value), (None, ""))
@@ -223,7 +261,9 @@ class StepWatch(TorchFunctionMode):
         if func in _DIVISIONS:
             return [_quotient(new, each, args[1]) for each in known[0]]
         combined = _combined(new, args, known, is_product=func in _PRODUCTS)
-        return combined + (_multiples(new, known) if func in _PRODUCTS and 100 in _numbers(args) else [])
+        if func not in _PRODUCTS or len(numbers := _numbers(args)) != 1:
+            return combined
+        return [*combined, *(_multiples(new, known) if numbers == [100] else _shares(new, known, numbers[0]))]
 
     def _added(self, new: Callable[..., _Reduced], *args: Any) -> Iterator[_Reduced]:
         """What the sum of two sums is, or of a sum and a number of which nothing is known, such as the 0 with which a loop begins."""
@@ -273,6 +313,7 @@ class StepWatch(TorchFunctionMode):
                 "but not for this batch. All batches need a weight in the same unit: return 'weight' with the metrics every time. A number "
                 "that was equal to a cross-entropy by chance was taken for it; self.log(name, value, weight=...) sets its weight"
             )
+        self._labels = labels
         if labels is not None:
             for place, (name, value, weight, reduce) in enumerate(logged):
                 if weight is None and name not in unweighed and self._weighs_rows(name, value, rows):
@@ -295,9 +336,10 @@ class StepWatch(TorchFunctionMode):
         if self._looks < 0:
             return ""
         counts = {int(each.over.labels) for each in self._found}
+        weights = counts if self._labels is None else {int(self._labels)}
         for name, value, weight, reduce in logged:
             if weight is None and reduce == "mean":
-                text = self._over_other_than_rows(name, value, rows, None, others, counts)
+                text = self._over_other_than_rows(name, value, rows, None, others, weights)
                 text = text or self._over_columns(name, value, rows, others, counts)
                 if not text and len(counts) > 1 and name.endswith("loss"):
                     text = f"{name!r} beside cross-entropies of {' and '.join(map(str, sorted(counts)))} labels"
@@ -501,6 +543,17 @@ def _multiples(new: Callable[..., _Reduced], known: list[list[_Reduced]]) -> lis
     return [new(None, each.sizes, False, each.terms or (each.sizes,)) for each in sums]
 
 
+def _shares(new: Callable[..., _Reduced], known: list[list[_Reduced]], factor: float) -> Iterator[_Reduced]:
+    """What products of `known` sums and `factor` are: 1 divided by the number of their elements, or 100 divided by this or a part of it."""
+    for each in itertools.chain.from_iterable(known):
+        size = math.prod(each.sizes)
+        number = round(100 / factor) if 0 < factor <= 100 else 0
+        if each.divisor is None and math.isclose(factor * size, 1):
+            yield _quotient(new, each, size)
+        elif each.divisor is None and number and size % number == 0 and math.isclose(factor * number, 100):
+            yield _quotient(new, each, number)
+
+
 def _numbers(args: tuple[Any, ...]) -> list[int | float]:
     return [arg for arg in args if isinstance(arg, int | float)]
 
@@ -523,8 +576,16 @@ def _per_row(sums: Iterable[_Reduced], rows: int) -> list[float]:
 
 
 def _is_number(result: Any) -> bool:
-    """Whether `result` is a 0-dim tensor of real numbers with memory of its own: not one inside vmap or grad of torch.func."""
-    if not isinstance(result, torch.Tensor) or result.ndim or result.is_complex() or result.layout is not torch.strided:
+    """Whether `result` is a tensor of one real number, of no dimension or one, with memory of its own: not one inside vmap or grad of
+    torch.func."""
+    if (
+        not isinstance(result, torch.Tensor)
+        or result.ndim > 1
+        or result.is_complex()
+        or result.layout is not torch.strided
+    ):
+        return False
+    if result.ndim and len(result) != 1:
         return False
     try:
         result.data_ptr()

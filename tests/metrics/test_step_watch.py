@@ -92,6 +92,19 @@ def test_a_sum_of_one_number_per_row_divided_by_the_rows_weighs_rows(mean: Any) 
     assert [weight if weight is None else float(weight) for _, _, weight, _ in logged] == [4, 6, 6, None]
 
 
+def test_a_metric_over_the_labels_of_another_cross_entropy_than_the_first_is_named() -> None:
+    """It has the weight of the first one's labels, and nothing said so because it is a mean over labels."""
+    for first in (LOGITS, None):
+        watch = StepWatch()
+        with torch.no_grad(), watch:
+            tokens, rows = cross_entropy(LOGITS, TARGET), cross_entropy(LOGITS[:3], TARGET[2:5].abs() % 5)
+            right = (LOGITS.argmax(1) == TARGET)[LABELLED].float().mean()
+            losses = [("tokens", tokens, None, "mean"), ("rows", rows, None, "mean")]
+            logged: list[Any] = [*(losses if first is not None else losses[::-1]), ("right", right, None, "mean")]
+        assert float(watch.weigh(logged, rows=3)) == (4 if first is not None else 3)
+        assert watch.beside(logged, 3) == ("" if first is not None else "'right' as a mean over 4 values for 3 rows")
+
+
 PER_ROW = torch.tensor([0.5, 1.0, -2.0])
 
 
@@ -114,6 +127,24 @@ def _in_a_loop(means: list[torch.Tensor]) -> torch.Tensor:
         (lambda: (LOGITS[:3] > 0).sum().item() / 3, True),
         (lambda: 100 * ((LOGITS[:3] > 0).sum() / 3), True),
         (lambda: cross_entropy(LOGITS, TARGET.abs() % 5, reduction="sum") / 3, True),
+        (lambda: (PER_ROW > 0).float().mean().mul_(100), True),
+        (lambda: (PER_ROW > 0).float().sum() * (100 / 3), True),
+        (lambda: (1 / 3) * PER_ROW.sum(), True),
+        (lambda: (PER_ROW > 0).sum().float() / 3, True),
+        (lambda: (PER_ROW > 0).long().sum().double().div(3).cpu(), True),
+        (lambda: PER_ROW.mean().clone().detach(), True),
+        (lambda: (PER_ROW > 0).float().sum().div_(3), True),
+        (
+            lambda: (PER_ROW > 0).float().sum(0, keepdim=True).mul_(100.0 / 3)[0],
+            True,
+        ),  # the accuracy of many ImageNet scripts
+        (
+            lambda: (LOGITS[:3] > 0).reshape(-1).float().sum(0, keepdim=True).mul_(100.0 / 3),
+            True,
+        ),  # of the five best classes
+        (lambda: PER_ROW.sum().zero_().add_(1).mul_(100 / 3), False),
+        (lambda: PER_ROW.sum() * 0.5, False),
+        (lambda: (LOGITS[:3] > 0).sum() * (1 / 15), False),
         (lambda: (LOGITS[:3] > 0).sum() / 15, False),
         (lambda: (LOGITS[:3] > 9).sum().item() / 3, False),  # 0 might be a mean over labels too
         (lambda: (PER_ROW.mean() + PER_ROW.abs().mean()) / 2, True),
