@@ -160,7 +160,7 @@ class StepWatch(TorchFunctionMode):
         self._labels: torch.Tensor | None = None
         """The labels of the first cross-entropy in `logged` of this batch, by which metrics beside it are weighted."""
         self._over_rows: dict[str, bool] = {}
-        """For each metric beside a cross-entropy: whether it is a mean of one number per row."""
+        """For metrics beside a cross-entropy of which one batch decides: whether they are means of one number per row."""
         self._inspected: set[str] = set()
         """The names of those that were inspected."""
 
@@ -393,15 +393,18 @@ class StepWatch(TorchFunctionMode):
         return StepWatch(self._looks - 1) if self._looks > 1 else None
 
     def _weighs_rows(self, name: str, value: Any, rows: int | None) -> bool:
-        """Whether a metric is a mean of one number per row. The first value that says so decides for the later ones: a Python number may be
-        rounded, or equal to something else by chance, and this may wait for the device."""
+        """Whether a metric is a mean of one number per row. A mean of means may be one of two metrics in a batch of two rows, so the first
+        batch decides about it. A Python number may be rounded, or equal to something else by chance: the first value decides in a batch
+        that does not have as many labels as rows; this may wait for the device."""
+        if not rows or not isinstance(value, float):
+            over = [each for each in self._all() if each.is_over(rows) and each.is_in(value)]
+            return any(not each.mean_of_means for each in over) or self._over_rows.setdefault(name, bool(over))
         if name not in self._over_rows:
-            if not rows or not isinstance(value, float):
-                is_over = any(each.is_over(rows) and each.is_in(value) for each in self._all())
-            else:
-                is_over = self._is_made_of_mean_over(value, rows)
-                if value in (0, 1, 100):  # the usual values of many metrics
-                    return is_over
+            if self._labels is not None and int(self._labels) == rows:
+                return False  # the weight is the same
+            is_over = self._is_made_of_mean_over(value, rows)
+            if value in (0, 1, 100):  # the usual values of many metrics
+                return is_over
             self._over_rows[name] = is_over
         return self._over_rows[name]
 

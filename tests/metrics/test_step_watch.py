@@ -92,6 +92,22 @@ def test_a_sum_of_one_number_per_row_divided_by_the_rows_weighs_rows(mean: Any) 
     assert [weight if weight is None else float(weight) for _, _, weight, _ in logged] == [4, 6, 6, None]
 
 
+@pytest.mark.parametrize("number", [float, lambda value: value])
+def test_a_metric_over_labels_does_not_weigh_rows_because_the_first_batch_has_a_label_in_each_row(number: Any) -> None:
+    """The first batch decided for all, and on several ranks each rank for itself."""
+    watch = StepWatch()
+    for target in (torch.tensor([0, 3, 4, 2, 1, 2]), TARGET):
+        with torch.no_grad(), watch:
+            right = (LOGITS.argmax(1) == target)[target != -100].float().mean() / 2
+            logged: list[Any] = [
+                ("loss", cross_entropy(LOGITS, target), None, "mean"),
+                ("right", number(right), None, "mean"),
+            ]
+        labels = float(watch.weigh(logged, rows=6))
+        assert labels == (target != -100).sum()
+        assert logged[1][2] in (None, labels)
+
+
 def test_a_metric_over_the_labels_of_another_cross_entropy_than_the_first_is_named() -> None:
     """It has the weight of the first one's labels, and nothing said so because it is a mean over labels."""
     for first in (LOGITS, None):
