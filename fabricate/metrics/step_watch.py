@@ -44,15 +44,9 @@ _ADDITIONS = (
     torch.Tensor.__iadd__,
 )
 _COPIES = (
-    *(
-        torch.Tensor.float,
-        torch.Tensor.double,
-        torch.Tensor.half,
-        torch.Tensor.bfloat16,
-        torch.Tensor.to,
-        torch.Tensor.type,
-    ),
-    *(torch.Tensor.cpu, torch.Tensor.clone, torch.Tensor.detach, torch.clone, torch.squeeze, torch.Tensor.squeeze),
+    *(torch.Tensor.float, torch.Tensor.double, torch.Tensor.half, torch.Tensor.bfloat16, torch.Tensor.to),
+    *(torch.Tensor.type, torch.Tensor.cpu, torch.Tensor.clone, torch.Tensor.detach, torch.clone),
+    *(torch.squeeze, torch.Tensor.squeeze),
 )
 _FUNCTIONS: dict[Any, str] = {
     **dict.fromkeys((torch.sqrt, torch.Tensor.sqrt, torch.rsqrt, torch.Tensor.rsqrt), "sqrt"),
@@ -581,14 +575,9 @@ def _per_row(sums: Iterable[_Reduced], rows: int) -> list[float]:
 def _is_number(result: Any) -> bool:
     """Whether `result` is a tensor of one real number, of no dimension or one, with memory of its own: not one inside vmap or grad of
     torch.func."""
-    if (
-        not isinstance(result, torch.Tensor)
-        or result.ndim > 1
-        or result.is_complex()
-        or result.layout is not torch.strided
-    ):
+    if not isinstance(result, torch.Tensor) or result.is_complex() or result.layout is not torch.strided:
         return False
-    if result.ndim and len(result) != 1:
+    if result.ndim > 1 or (result.ndim and len(result) != 1):
         return False
     try:
         result.data_ptr()

@@ -41,40 +41,35 @@ _WITH_FAST_PATHS = (torch.nn.TransformerEncoder, torch.nn.TransformerEncoderLaye
 are watched."""
 
 
+def _has_fast_paths(module: TrainModule) -> bool:
+    """Whether `module` has layers with a fast path. Not if a layer is compiled: hooks would cause another compilation."""
+    layers = list(module.modules())
+    return any(isinstance(layer, _WITH_FAST_PATHS) for layer in layers) and not any(map(is_compiled, layers))
+
+
 @contextlib.contextmanager
-def _watching(watch: StepWatch | None, module: TrainModule) -> Iterator[None]:
-    """Let `watch` record a step of `module`, except for what happens inside of layers with a fast path: they compute as without it."""
-    if watch is None:
-        yield
-        return
+def _outside_of_fast_paths(watch: StepWatch) -> Iterator[None]:
+    """Enter `watch`, but pause it inside of layers with a fast path, so that they compute as without it."""
+    paused: list[torch.nn.Module] = []
+
+    def before(layer: torch.nn.Module, inputs: object) -> None:
+        if isinstance(layer, _WITH_FAST_PATHS) and not paused and watch.pause():
+            paused.append(layer)
+
+    def after(layer: torch.nn.Module, inputs: object, output: object) -> None:
+        if paused == [layer]:
+            paused.clear()
+            watch.resume()
+
+    hooks = torch.nn.modules.module  # a hook of a layer itself would prevent its fast path
     with watch:
-        layers = list(module.modules())
-        # Compiled layers would be compiled again because of the hooks.
-        if not any(isinstance(layer, _WITH_FAST_PATHS) for layer in layers) or any(map(is_compiled, layers)):
-            yield
-            return
-        paused: list[torch.nn.Module] = []
-
-        def before(layer: torch.nn.Module, inputs: object) -> None:
-            if isinstance(layer, _WITH_FAST_PATHS) and not paused and watch.pause():
-                paused.append(layer)
-
-        def after(layer: torch.nn.Module, inputs: object, output: object) -> None:
-            if paused == [layer]:
-                paused.clear()
-                watch.resume()
-
-        hooks = torch.nn.modules.module
-        # A hook of a layer itself would prevent its fast path.
-        handles = [
-            hooks.register_module_forward_pre_hook(before),
-            hooks.register_module_forward_hook(after, always_call=True),
-        ]
+        first = hooks.register_module_forward_pre_hook(before)
+        last = hooks.register_module_forward_hook(after, always_call=True)
         try:
             yield
         finally:
-            for handle in handles:
-                handle.remove()
+            first.remove()
+            last.remove()
 
 
 class MeasuredSteps:
@@ -84,14 +79,21 @@ class MeasuredSteps:
         """`whole`: the rows of the data set, if they are known."""
         self._run, self._stage, self._whole = run, stage, whole
         self._watch: StepWatch | None = StepWatch()
+        self._has_fast_paths = _has_fast_paths(run.module)
         self._by_labels = True
         self._other_sizes = {tensor.numel() for tensor in (*run.module.parameters(), *run.module.buffers())}
         self._noted = False
         self._kept: _Kept | None = None
 
+    def _watched(self, watch: StepWatch | None) -> contextlib.AbstractContextManager[object]:
+        """A context in which `watch` records what a step computes."""
+        if watch is None:
+            return contextlib.nullcontext()
+        return _outside_of_fast_paths(watch) if self._has_fast_paths else watch
+
     def run(self, batch: Any) -> Any:
         """The output of the step for one batch on the device."""
-        with _watching(self._watch, self._run.module):
+        with self._watched(self._watch):
             return run_step(self._run, batch, self._stage)
 
     def weigh(self, output: Any, item: EvalBatch) -> Any:
@@ -178,7 +180,7 @@ class MeasuredSteps:
         now.batch = batch = rows_at(kept.batch, order, kept.rows)
         if len(kept.indices) == kept.rows:
             now.batch_indices = [kept.indices[place] for place in order]
-        with _watching(watch, self._run.module):
+        with self._watched(watch):
             output = self._run.engine.evaluate(self._stage, batch, now.batch_idx)
         weight: Any = log_output(self._run.module, output, self._stage)
         if weight is None:
