@@ -46,8 +46,9 @@ _ADDITIONS = (
 _COPIES = (
     *(torch.Tensor.float, torch.Tensor.double, torch.Tensor.half, torch.Tensor.bfloat16, torch.Tensor.to),
     *(torch.Tensor.type, torch.Tensor.cpu, torch.Tensor.clone, torch.Tensor.detach, torch.clone),
-    *(torch.squeeze, torch.Tensor.squeeze),
+    *(torch.squeeze, torch.Tensor.squeeze, torch.neg, torch.Tensor.neg, torch.Tensor.__neg__),
 )
+"""Functions whose result is over the same values as the argument."""
 _FUNCTIONS: dict[Any, str] = {
     **dict.fromkeys((torch.sqrt, torch.Tensor.sqrt, torch.rsqrt, torch.Tensor.rsqrt), "sqrt"),
     **dict.fromkeys((torch.exp, torch.Tensor.exp, torch.exp2, torch.Tensor.exp2), "exp"),
@@ -57,8 +58,8 @@ _FUNCTIONS: dict[Any, str] = {
     **dict.fromkeys((torch.reciprocal, torch.Tensor.reciprocal, torch.Tensor.__rdiv__), "1/x"),
 }
 """Functions of one number that are not linear, with their names in messages."""
-_MOST_LOOKS, _MOST_NUMBERS = 3, 1000
-"""The number of batches that are inspected, and of sums and means that are recorded in one batch."""
+_MOST_LOOKS, _MOST_NUMBERS, _MOST_TERMS = 3, 1000, 8
+"""The number of batches that are inspected, of sums and means that are recorded in one batch, and of means in a sum that are followed."""
 
 
 class _Remembered(NamedTuple):
@@ -199,7 +200,8 @@ class StepWatch(TorchFunctionMode):
         if result is args[0]:
             self._forget_changed(result, version)
         new = partial(_Reduced, result, version)
-        described = list(_reduction(new, func, args[0], reduction))
+        of_labels = self._found[-1].over.weight if self._found and self._found[-1].result is result else None
+        described = list(_reduction(new, func, args[0], reduction, of_labels))
         if func in _COPIES:
             described += [each._replace(result=result, version=version) for each in self._unchanged(args[0])]
         if func in _SCALING or func in _ADDITIONS:
@@ -255,9 +257,9 @@ class StepWatch(TorchFunctionMode):
         if func in _DIVISIONS:
             return [_quotient(new, each, args[1]) for each in known[0]]
         combined = _combined(new, args, known, is_product=func in _PRODUCTS)
-        if func not in _PRODUCTS or len(numbers := _numbers(args)) != 1:
+        if func not in _PRODUCTS or len(numbers := _numbers(args)) != 1 or not numbers[0]:
             return combined
-        return [*combined, *(_multiples(new, known) if numbers == [100] else _shares(new, known, numbers[0]))]
+        return [*combined, *(_shares(new, known, numbers[0]) or _multiples(new, known))]
 
     def _added(self, new: Callable[..., _Reduced], *args: Any) -> Iterator[_Reduced]:
         """What the sum of two sums is, or of a sum and a number of which nothing is known, such as the 0 with which a loop begins."""
@@ -324,11 +326,14 @@ class StepWatch(TorchFunctionMode):
         the device."""
         if not rows:
             return ""
-        if text := self._from_elsewhere(logged, rows):
+        if text := self._over_no_labels(logged, rows):
             return text
         self._looks -= 1
-        if self._looks < 0:
-            return ""
+        return self._over_others(logged, rows, others) if self._looks >= 0 else ""
+
+    def _over_others(self, logged: list[Any], rows: int, others: Collection[int]) -> str:
+        """A description of an entry of `logged` that is a recorded mean over values other than the labels by which it is weighted; "" if
+        there is none. Waits for the device."""
         counts = {int(each.over.labels) for each in self._found}
         weights = counts if self._labels is None else {int(self._labels)}
         for name, value, weight, reduce in logged:
@@ -339,6 +344,7 @@ class StepWatch(TorchFunctionMode):
                     text = f"{name!r} beside cross-entropies of {' and '.join(map(str, sorted(counts)))} labels"
                 if text:
                     self._looks = 0
+                    self._inspected.add(name)
                     return text
         return ""
 
@@ -353,22 +359,34 @@ class StepWatch(TorchFunctionMode):
                 return f"{name!r} as a mean over {each.divisor} values for {rows} rows"
         return ""
 
-    def _from_elsewhere(self, logged: list[Any], rows: int) -> str:
-        """A description of an entry of `logged` that is a Python number which torch did not compute, as those of NumPy, if the labels of
-        this batch are not one per row; "" if there is none. Each is inspected in the first batch in which its value differs from
-        that in the first batch, because the mean of a constant is the same with any weights. Waits for the device in that batch."""
+    def _over_no_labels(self, logged: list[Any], rows: int) -> str:
+        """A description of an entry of `logged` that is weighted by the labels, if these are not as many in each row, but that is not known
+        as a mean over them, such as a score of NumPy or the result of `nanmean`; "" if there is none. Each is inspected in the first
+        batch in which its value differs from that in the first batch, because the mean of a constant is the same with any weights.
+        Waits for the device for Python numbers, and in the first batches."""
         for name, value, weight, reduce in logged:
-            if weight is not None or reduce != "mean" or not isinstance(value, float) or name in self._inspected:
+            if weight is not None or reduce != "mean" or name in self._inspected or self._function(value)[0]:
                 continue
-            if not math.isfinite(value) or self._numbers.setdefault(name, value) == value:
+            if on_device(value) and self._looks <= 0:
                 continue
-            counts = {int(each.over.labels) for each in self._found}
-            if not any(count % rows for count in counts):
+            if not math.isfinite(number := float(value)) or self._numbers.setdefault(name, number) == number:
+                continue
+            if self._labels is None or (labels := int(self._labels)) % rows == 0:
                 continue  # perhaps as many labels in every row
             self._inspected.add(name)
-            if not self._is_recorded(value, {rows, *counts}):
-                return f"{name!r} as a number that was computed outside of torch"
+            if text := self._other_than_labels(value, rows, labels):
+                return f"{name!r} as {text}"
         return ""
+
+    def _other_than_labels(self, value: Any, rows: int, labels: int) -> str:
+        """A description of the metric `value` if it is not known as a mean over the `labels`; else "". Waits for the device."""
+        counts = {rows, *(int(each.over.labels) for each in self._found)}
+        if isinstance(value, float) and not self._is_recorded(value, counts):
+            return "a number that was computed outside of torch"
+        known = {float(each.divisor) for each in self._all() if each.divisor is not None and each.is_in(value)}
+        if not known:
+            return "" if isinstance(value, float) else "a number that is not known as a mean over labels"
+        return "" if known == {labels} else f"a mean over {min(known):g} values for {rows} rows"
 
     def _is_recorded(self, value: float, counts: Collection[int]) -> bool:
         """Whether `value` is a recorded result, or a recorded sum divided by one of `counts` or by another sum. Waits for the device."""
@@ -506,11 +524,17 @@ class StepWatch(TorchFunctionMode):
 
 
 def _reduction(
-    new: Callable[..., _Reduced], func: Callable[..., Any], values: torch.Tensor, reduction: str | None
+    new: Callable[..., _Reduced],
+    func: Callable[..., Any],
+    values: torch.Tensor,
+    reduction: str | None,
+    of_labels: torch.Tensor | None,
 ) -> Iterator[_Reduced]:
-    """What the 0-dim result of `func` is, if it is a sum or a mean over `values`."""
-    if func in (torch.mean, torch.Tensor.mean) or reduction == "mean":
-        yield new(values.numel(), (values.numel(),), func not in _CROSS_ENTROPIES)  # which leave out labels
+    """What the 0-dim result of `func` is, if it is a sum or a mean over `values`. `of_labels`: by what a cross-entropy divided its sum."""
+    if of_labels is not None:
+        yield new(of_labels, (values.numel(),))
+    elif func in (torch.mean, torch.Tensor.mean) or reduction == "mean":
+        yield new(values.numel(), (values.numel(),), True)
     elif reduction == "batchmean":
         yield new(len(values), (len(values),), True)
     elif func in (torch.nanmean, torch.Tensor.nanmean):
@@ -526,7 +550,7 @@ def _combined(
     means = [[each for each in part if each.divisor is not None] for part in known]
     every = [*means[0], *means[1]]
     alike = {}  # a loss that is added up over many steps is one mean
-    for each in every:
+    for each in every[:_MOST_TERMS]:
         alike[id(each.divisor) if isinstance(each.divisor, torch.Tensor) else each.divisor, each.sizes] = each
     is_linear = len(_numbers(args)) + sum(map(bool, means)) == len(args) and not (is_product and all(means))
     is_mean = is_linear and len(alike) == 1 and all(each.is_mean for each in every)
@@ -535,20 +559,23 @@ def _combined(
 
 
 def _multiples(new: Callable[..., _Reduced], known: list[list[_Reduced]]) -> list[_Reduced]:
-    """What multiples of `known` sums are, such as a percentage before its division."""
+    """What multiples of `known` sums are, such as a percentage before its division, or the intersection in a Dice score."""
     sums = (each for part in known for each in part if each.divisor is None)
     return [new(None, each.sizes, False, each.terms or (each.sizes,)) for each in sums]
 
 
-def _shares(new: Callable[..., _Reduced], known: list[list[_Reduced]], factor: float) -> Iterator[_Reduced]:
-    """What products of `known` sums and `factor` are: 1 divided by the number of their elements, or 100 divided by this or a part of it."""
+def _shares(new: Callable[..., _Reduced], known: list[list[_Reduced]], factor: float) -> list[_Reduced]:
+    """What products of `known` sums and `factor` are, if this is 1 divided by the number of their elements, or 100 divided by this or a
+    part of it."""
+    shares = []
     for each in itertools.chain.from_iterable(known):
         size = math.prod(each.sizes)
-        number = round(100 / factor) if 0 < factor <= 100 else 0
+        number = round(100 / factor) if 0 < factor < 100 else 0
         if each.divisor is None and math.isclose(factor * size, 1):
-            yield _quotient(new, each, size)
+            shares.append(_quotient(new, each, size))
         elif each.divisor is None and number and size % number == 0 and math.isclose(factor * number, 100):
-            yield _quotient(new, each, number)
+            shares.append(_quotient(new, each, number))
+    return shares
 
 
 def _numbers(args: tuple[Any, ...]) -> list[int | float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -277,6 +278,57 @@ def test_a_number_that_torch_did_not_compute_is_named_once_beside_a_cross_entrop
     assert _beside(lambda batch: 0.5) == [""] * 5  # the mean of a constant is the same with any weights
     assert _beside(lambda batch: float(np.mean([batch, 0.3])), rows=4) == [""] * 5
     assert _beside(lambda batch: (torch.ones(4) * batch).sum().item() / 4) == [""] * 5  # a mean over labels
+
+
+_COLUMN = LOGITS[:, 0]
+
+
+@pytest.mark.parametrize(
+    "compute",
+    [
+        lambda scale: torch.nanmean(_COLUMN * scale),
+        lambda scale: torch.nanmean(_COLUMN * scale).item(),
+        lambda scale: torch.ones(()) - (_COLUMN * scale).mean(),
+        lambda scale: (_COLUMN * scale).sum() / torch.tensor(6),
+    ],
+)
+def test_another_form_of_a_mean_over_rows_is_named_once_beside_a_cross_entropy_of_other_labels(compute: Any) -> None:
+    texts = _beside(lambda batch: compute(1.0 + batch))
+    assert texts == ["", "'number' as a mean over 6 values for 6 rows", "", "", ""]
+    assert _beside(lambda batch: compute(1.0)) == [""] * 5
+    assert _beside(lambda batch: compute(1.0 + batch), rows=2) == [""] * 5  # as many labels in every row
+
+
+@pytest.mark.parametrize(
+    "compute",
+    [
+        lambda scale: torch.tensor(float(np.mean([scale, 0.3]))),
+        lambda scale: sum(_COLUMN * scale) / 6,
+        lambda scale: (_COLUMN * scale).median(),
+        lambda scale: (_COLUMN * scale).max(),
+    ],
+)
+def test_a_number_in_a_tensor_that_is_no_known_mean_is_named_beside_a_cross_entropy_of_other_labels(
+    compute: Any,
+) -> None:
+    text = "'number' as a number that is not known as a mean over labels"
+    assert _beside(lambda batch: compute([1, 1, 1, 2, 1][batch])) == ["", "", "", text, ""]
+
+
+@pytest.mark.parametrize(
+    "compute",
+    [
+        lambda loss, scale: loss * scale / math.log(2),
+        lambda loss, scale: (loss + cross_entropy(LOGITS * scale, TARGET)) / 2,
+        lambda loss, scale: loss * torch.tensor(scale),
+        lambda loss, scale: torch.where(LABELLED, _COLUMN * scale, math.nan).nanmean(),
+        lambda loss, scale: -(_COLUMN * scale * LABELLED).sum() / LABELLED.sum(),
+        lambda loss, scale: 0.5 * (_COLUMN * scale * LABELLED).sum() / LABELLED.sum().clamp(min=1),
+        lambda loss, scale: torch.ones(()) - (_COLUMN * scale)[LABELLED].mean(),
+    ],
+)
+def test_a_multiple_of_the_cross_entropy_and_a_mean_over_its_labels_are_not_named(compute: Any) -> None:
+    assert _beside(lambda batch: compute(cross_entropy(LOGITS, TARGET), 1.0 + batch)) == [""] * 5
 
 
 def test_watching_finds_nothing_where_there_is_no_mean_cross_entropy() -> None:
