@@ -12,7 +12,7 @@ from fabricate.errors import ConfigurationError
 from fabricate.hooks import Callback, hookimpl
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Mapping
+    from collections.abc import Callable, Generator, Iterator, Mapping
 
     import torch
     from rich.table import Table
@@ -69,11 +69,12 @@ class ModelSummary(Callback):
         self._counter, self._counted, self._samples = flop_counter(), False, None
         self.layers, self.micro_batch_flops = [], 0
         numbers = trainer.strategy.numbers_of_weights(module)
+        fast = {id(layer) for layer in _on_fast_paths(module)}
         for name, layer in module.named_modules():
             if name and name.count(".") < self.depth:
                 row = _describe(name, layer, numbers)
                 self.layers.append(row)
-                if isinstance(layer, torch.jit.ScriptModule):  # takes no hooks
+                if isinstance(layer, torch.jit.ScriptModule) or id(layer) in fast:  # the first takes no hooks
                     continue
                 before, after = self._watchers(row, self._counter)
                 self._watching.callback(layer.register_forward_pre_hook(before).remove)
@@ -134,6 +135,16 @@ class ModelSummary(Callback):
         self._watching.close()
         self._counting.close()
         self._counter = None
+
+
+def _on_fast_paths(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    """The layers inside of encoders in eval mode: with a hook they would leave torch's fast path for padded rows, in which FLOPs cannot be
+    counted outside of it."""
+    import torch
+
+    for encoder in module.modules():
+        if isinstance(encoder, torch.nn.TransformerEncoder) and not encoder.training:
+            yield from encoder.layers.modules()
 
 
 def _describe(name: str, layer: torch.nn.Module, numbers: Mapping[torch.nn.Parameter, int]) -> LayerSummary:

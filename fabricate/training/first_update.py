@@ -19,10 +19,12 @@ from fabricate.training.state.run_state import Run
 from fabricate.training.updates.losses import WindowLosses
 from fabricate.training.written import Written
 
+_WITH_FAST_PATHS = (torch.nn.TransformerEncoder, torch.nn.TransformerEncoderLayer)
+
 
 class Activations:
-    """Records the dtypes of the outputs of a module's layers until it is closed. Layers inside a compiled module are not watched, and
-    modules of torch.jit, which take no hooks, neither."""
+    """Records the dtypes of the outputs of a module's layers until it is closed. Not watched are layers inside a compiled module, modules
+    of torch.jit, which take no hooks, and encoders in eval mode, which a hook would keep from torch's fast path."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         self._found: dict[str, set[str]] = {}
@@ -47,7 +49,7 @@ class Activations:
 
 def _layers(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
     """The innermost submodules, and the compiled modules that can be watched from outside."""
-    if _is_scripted(module):
+    if _is_scripted(module) or (isinstance(module, _WITH_FAST_PATHS) and not module.training):
         return
     if is_compiled(module):  # hooks inside would be traced, and their removal would cause another compilation
         if "forward" in vars(module):

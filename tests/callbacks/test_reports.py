@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 from pathlib import Path
@@ -10,7 +11,16 @@ from typing import Any
 import pytest
 import torch
 
-from fabricate import ConfigurationError, GradientNorms, ModelSummary, Profiler, Trainer, TrainModule
+from fabricate import (
+    Callback,
+    ConfigurationError,
+    GradientNorms,
+    ModelSummary,
+    Profiler,
+    Throughput,
+    Trainer,
+    TrainModule,
+)
 from fabricate.testing import run_ranks
 
 WIDTH, ROWS = 16, 4
@@ -172,3 +182,46 @@ def batches_of_a_fit(data: torch.utils.data.TensorDataset) -> list[Any]:
 def test_arguments_that_cannot_work_are_refused(build: Any, words: str) -> None:
     with pytest.raises(ConfigurationError, match=words):
         build()
+
+
+class FrozenEncoder(TrainModule):
+    """A head over a frozen encoder, which takes torch's fast path for rows with padding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = torch.nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+        self.encoder = torch.nn.TransformerEncoder(layer, 2).requires_grad_(False).eval()
+        self.head = torch.nn.Linear(16, 2)
+        self.hooked: list[bool] = []
+
+    def training_step(self, batch: Any) -> torch.Tensor:
+        rows, padded, labels = batch
+        layers = self.encoder.layers.modules()
+        self.hooked.append(any(layer._forward_hooks or layer._forward_pre_hooks for layer in layers))
+        hidden = self.encoder(rows, src_key_padding_mask=padded)
+        return torch.nn.functional.cross_entropy(self.head(hidden).mean(1), labels)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.head.parameters(), lr=0.1)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype")
+@pytest.mark.parametrize("callback", [None, Throughput(), ModelSummary(depth=1), ModelSummary(depth=4)])
+def test_a_frozen_encoder_keeps_its_fast_path_in_the_first_update(callback: Callback | None) -> None:
+    """A hook on its layers ended that path; there, torch's counter of FLOPs raises an error."""
+    torch.manual_seed(0)
+    padded = torch.zeros(16, 5, dtype=torch.bool)
+    padded[::2, 3:] = True
+    rows = torch.utils.data.TensorDataset(torch.randn(16, 5, 16), padded, torch.randint(0, 2, (16,)))
+    module = FrozenEncoder()
+    by_hand = copy.deepcopy(module)
+    Trainer(max_steps=2, plugins=[callback] if callback else [], progress=False).fit(
+        module, rows, batch_size=8, shuffle=False
+    )
+    optimizer = by_hand.configure_optimizers()
+    for places in (slice(8), slice(8, 16)):
+        by_hand.training_step([tensor[places] for tensor in rows.tensors]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert torch.equal(module.head.weight, by_hand.head.weight)
+    assert module.hooked == by_hand.hooked == [False, False]
