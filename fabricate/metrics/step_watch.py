@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
@@ -156,8 +157,10 @@ class StepWatch(TorchFunctionMode):
         """The labels of the first cross-entropy in `logged` of this batch, by which metrics beside it are weighted."""
         self._over_rows: dict[str, bool] = {}
         """For metrics beside a cross-entropy of which one batch decides: whether they are means of one number per row."""
-        self._inspected: set[str] = set()
-        """The names of those that were inspected."""
+        self._inspected: Counter[str] = Counter()
+        """How many batches were inspected for metrics beside a cross-entropy, by name; `_MOST_LOOKS` for one that was described."""
+        self._unclear: dict[str, set[bool]] = {}
+        """For metrics beside a cross-entropy: what was found where too little was known to decide."""
 
     def __enter__(self) -> StepWatch:
         self._found, self._reduced, self._functions = [], {}, {}
@@ -326,10 +329,18 @@ class StepWatch(TorchFunctionMode):
         the device."""
         if not rows:
             return ""
-        if text := self._over_no_labels(logged, rows):
+        if text := self._decided_late() or self._over_no_labels(logged, rows):
             return text
         self._looks -= 1
         return self._over_others(logged, rows, others) if self._looks >= 0 else ""
+
+    def _decided_late(self) -> str:
+        """A description of a metric that was weighted by rows in some batches and by labels in others; "" if there is none."""
+        for name, found in self._unclear.items():
+            if len(found | {self._over_rows.get(name, True in found)}) == 2:
+                del self._unclear[name]
+                return f"{name!r} as a number that was taken for a mean over rows in one batch and for one over labels in another"
+        return ""
 
     def _over_others(self, logged: list[Any], rows: int, others: Collection[int]) -> str:
         """A description of an entry of `logged` that is a recorded mean over values other than the labels by which it is weighted; "" if
@@ -344,7 +355,7 @@ class StepWatch(TorchFunctionMode):
                     text = f"{name!r} beside cross-entropies of {' and '.join(map(str, sorted(counts)))} labels"
                 if text:
                     self._looks = 0
-                    self._inspected.add(name)
+                    self._inspected[name] = _MOST_LOOKS
                     return text
         return ""
 
@@ -362,19 +373,20 @@ class StepWatch(TorchFunctionMode):
     def _over_no_labels(self, logged: list[Any], rows: int) -> str:
         """A description of an entry of `logged` that is weighted by the labels, if these are not as many in each row, but that is not known
         as a mean over them, such as a score of NumPy or the result of `nanmean`; "" if there is none. Each is inspected in the first
-        batch in which its value differs from that in the first batch, because the mean of a constant is the same with any weights.
-        Waits for the device for Python numbers, and in the first batches."""
+        batches in which its value differs from that in the first batch, because the mean of a constant is the same with any weights, and
+        one value may be that of something else by chance. Waits for the device for Python numbers, and in the first batches."""
         for name, value, weight, reduce in logged:
-            if weight is not None or reduce != "mean" or name in self._inspected or self._function(value)[0]:
+            if weight is not None or reduce != "mean" or self._inspected[name] >= _MOST_LOOKS:
                 continue
-            if on_device(value) and self._looks <= 0:
+            if self._function(value)[0] or (on_device(value) and self._looks <= 0):
                 continue
             if not math.isfinite(number := float(value)) or self._numbers.setdefault(name, number) == number:
                 continue
             if self._labels is None or (labels := int(self._labels)) % rows == 0:
                 continue  # perhaps as many labels in every row
-            self._inspected.add(name)
+            self._inspected[name] += 1
             if text := self._other_than_labels(value, rows, labels):
+                self._inspected[name] = _MOST_LOOKS
                 return f"{name!r} as {text}"
         return ""
 
@@ -392,8 +404,10 @@ class StepWatch(TorchFunctionMode):
         """Whether `value` is a recorded result, or a recorded sum divided by one of `counts` or by another sum. Waits for the device."""
         if any(each.is_in(value) for each in self._all()) or (value and self._divisor(value, 1, None, ()) is not None):
             return True
-        if value > 0 and any(math.isclose(math.log(value), float(each.result), rel_tol=1e-6) for each in self._found):
-            return True  # a perplexity
+        if value > 0:  # perhaps a perplexity, or in bits
+            losses = (math.log(value), value * math.log(2))
+            if any(math.isclose(loss, float(each.result), rel_tol=1e-6) for loss in losses for each in self._found):
+                return True
         sums = [float(each.result) for each in self._sums()]
         return any(math.isclose(number, value * count) for number in sums for count in counts)
 
@@ -416,6 +430,7 @@ class StepWatch(TorchFunctionMode):
                 return False  # the weight is the same
             is_over = self._is_made_of_mean_over(value, rows)
             if value in (0, 1, 100):  # the usual values of many metrics
+                self._unclear.setdefault(name, set()).add(is_over)
                 return is_over
             self._over_rows[name] = is_over
         return self._over_rows[name]

@@ -319,6 +319,7 @@ def test_a_number_in_a_tensor_that_is_no_known_mean_is_named_beside_a_cross_entr
     "compute",
     [
         lambda loss, scale: loss * scale / math.log(2),
+        lambda loss, scale: cross_entropy(LOGITS * scale, TARGET).item() / math.log(2),
         lambda loss, scale: (loss + cross_entropy(LOGITS * scale, TARGET)) / 2,
         lambda loss, scale: loss * torch.tensor(scale),
         lambda loss, scale: torch.where(LABELLED, _COLUMN * scale, math.nan).nanmean(),
@@ -329,6 +330,24 @@ def test_a_number_in_a_tensor_that_is_no_known_mean_is_named_beside_a_cross_entr
 )
 def test_a_multiple_of_the_cross_entropy_and_a_mean_over_its_labels_are_not_named(compute: Any) -> None:
     assert _beside(lambda batch: compute(cross_entropy(LOGITS, TARGET), 1.0 + batch)) == [""] * 5
+
+
+def test_a_score_that_equals_a_quotient_of_the_step_by_chance_is_named_in_a_later_batch() -> None:
+    text = "'number' as a number that was computed outside of torch"
+    scores = [0.3, 0.5, 0.123, 0.7, 0.8]
+
+    def score(batch: int) -> float:
+        (torch.arange(4) < 2).sum() / (torch.arange(4) < 4).sum()
+        return scores[batch]
+
+    assert _beside(score) == ["", "", text, "", ""]
+
+
+@pytest.mark.parametrize("counts", [[0, 0, 3, 2, 1], [0, 2, 2, 0, 1]])
+def test_a_count_per_row_that_was_0_in_the_first_batch_is_named_if_that_batch_weighed_labels(counts: list[int]) -> None:
+    texts = _beside(lambda batch: int((torch.arange(12).view(6, 2) < counts[batch]).sum()) / 6)
+    text = "'number' as a number that was taken for a mean over rows in one batch and for one over labels in another"
+    assert [text for text in texts if text] == [text]
 
 
 def test_watching_finds_nothing_where_there_is_no_mean_cross_entropy() -> None:
