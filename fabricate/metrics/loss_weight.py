@@ -1,6 +1,6 @@
 """The weight of a loss, if torch knows it: the labels that a cross-entropy counts, after any shift and with any class weights.
 
-It is read from the autograd graph; in an evaluation there is none, see `step_watch`. Nothing waits for the device. Must not know: modules,
+It is read from the autograd graph; in an evaluation there is none, see `step_record`. Nothing waits for the device. Must not know: modules,
 batches, the loop.
 """
 
