@@ -83,6 +83,7 @@ def _complete(run: Run, agenda: Agenda, wanted: Wanted, epoch: int, limit: str) 
         if run.calls.on_epoch_end is not None:
             run.calls.on_epoch_end(run.trainer, run.module, epoch)
             _log_late(run, epoch, averages)
+        run.metrics.release()
         owed.remove(EPOCH_END)
     wanted = agenda.decide_again(wanted, hooks_ran=wanted.log or wanted.evaluate or last)
     _check(run, wanted, ends=wanted.end or bool(limit), last=last)
@@ -145,6 +146,7 @@ def _log_late(run: Run, epoch: int, averages: Mapping[str, float]) -> None:
                 "meant"
             )
         run.journal.write_metrics("epoch", metrics, epoch)
+    late.release()
 
 
 def _validate(run: Run, epoch: int) -> None:

@@ -167,6 +167,8 @@ def test_a_torchmetrics_object_is_computed_and_reset_at_the_end() -> None:
     assert metrics.reduce() == {"a": 1.0}
     metric.update(torch.tensor(7.0))
     assert metrics.finish() == {"a": 1.0, "max": 7.0}
+    assert metric.compute() == 7
+    metrics.release()
     assert metric.max_value == -math.inf
     assert metrics.finish() == {}
 
@@ -177,6 +179,7 @@ def test_a_torchmetrics_object_has_one_result_under_all_its_names() -> None:
     both.update(torch.tensor([3.0, 7.0]))
     metrics = _metrics(*((name, value, None, "object") for name, value in (("a", metric), ("b", both), ("c", metric))))
     assert metrics.finish() == {"a": 7.0, "b_MaxMetric": 7.0, "b_MinMetric": 3.0, "c": 7.0}
+    metrics.release()
     assert metric.max_value == -math.inf
 
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torchmetrics
 
-from fabricate import Callback, ConfigurationError, EarlyStopping, FabricateError, Trainer
+from fabricate import Callback, ConfigurationError, EarlyStopping, FabricateError, SaveOnException, Trainer
 from fabricate.testing import run_ranks
 from tests.support.regression import ROWS, Hears, Regression, Scripted, fit
 
@@ -466,3 +466,65 @@ def test_on_ranks_the_end_of_an_evaluation_is_the_same_everywhere() -> None:
         {"share": 1.0, "weighed": 3.5 / 3, "added": 1.0, "same": 0.5}
     )
     assert [line.partition(" in a hook")[0] for line in one["notes"]] == ["note: log('share')"]
+
+
+class ComputesInHooks(Regression):
+    """Hooks at the end compute the objects that the steps log, as `on_validation_epoch_end` of Lightning does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trained, self.judged, self.best = (torchmetrics.MeanMetric() for _ in range(3))
+        self.fails = False
+
+    def training_step(self, batch: Any) -> torch.Tensor:
+        self.trained.update(batch[1])
+        self.log("trained", self.trained)
+        return super().training_step(batch)
+
+    def validation_step(self, batch: Any) -> Any:
+        if self.fails:
+            raise ValueError("fails in validation")
+        self.judged.update(batch[1])
+        self.log("judged", self.judged)
+        return super().validation_step(batch)
+
+    def on_eval_end(self) -> None:
+        self.best.update(self.judged.compute())
+        self.log("best", self.best.compute())
+        self.log("judged_too", self.judged)
+
+    def on_epoch_end(self) -> None:
+        self.log("again", self.trained.compute())
+        self.log("trained_too", self.trained)
+
+
+def compute_in_hooks() -> dict[str, float]:
+    strategy = "ddp" if torch.distributed.is_initialized() else "single"
+    return fit(ComputesInHooks(), val=ROWS[3:], max_steps=None, max_epochs=2, strategy=strategy).metrics
+
+
+_COMPUTED = {
+    **dict.fromkeys(("epoch_trained", "again", "trained_too"), 3.5 / 8),
+    **dict.fromkeys(("val_judged", "val_best", "val_judged_too"), 5 / 8),
+}
+
+
+def test_a_hook_at_the_end_may_compute_the_objects_that_steps_logged() -> None:
+    metrics = compute_in_hooks()
+    assert {name: metrics[name] for name in _COMPUTED} == pytest.approx(_COMPUTED)
+
+
+def test_on_ranks_a_hook_at_the_end_may_compute_the_objects_that_steps_logged() -> None:
+    for metrics in run_ranks(compute_in_hooks, 2):
+        assert {name: metrics[name] for name in _COMPUTED} == pytest.approx(_COMPUTED)
+
+
+def test_a_resumed_end_of_an_epoch_computes_the_objects_of_that_epoch_and_the_next_begins_anew(tmp_path: Path) -> None:
+    module = ComputesInHooks()
+    module.fails = True
+    arguments: dict[str, Any] = {"val": ROWS[3:], "max_steps": None, "run_dir": tmp_path}
+    with pytest.raises(ValueError, match="fails in validation"):
+        fit(module, SaveOnException(), max_epochs=2, **arguments)
+    metrics = fit(ComputesInHooks(), max_epochs=2, **arguments).metrics
+    assert {name: metrics[name] for name in _COMPUTED} == pytest.approx(_COMPUTED)
+    assert [value for *_, value in lines(tmp_path, "again")] == pytest.approx([3.5 / 8] * 2)

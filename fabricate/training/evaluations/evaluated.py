@@ -29,6 +29,8 @@ class Evaluated:
         """The metrics by name. Hooks receive this mapping and may write into it; `check` then compares the ranks."""
         self._own: dict[str, float] = {}
         self._hooks = new_metrics(run)
+        self._finished = self._hooks
+        """Those of the data set that was evaluated last."""
 
     def add(self, metrics: Mapping[str, float], data_set: str = "") -> None:
         """Add `metrics` under the names that steps use. All ranks, with the same values."""
@@ -53,6 +55,16 @@ class Evaluated:
         rest = name.removeprefix(prefix)
         return f"{prefix}{data_set}{separator}{rest}" if data_set else f"{prefix}{rest}"
 
+    def finish(self, metrics: Metrics) -> dict[str, float]:
+        """What `metrics` gives for one data set. Its torchmetrics objects keep their counts until `release`, because `on_eval_end` may
+        compute them too. All ranks."""
+        self._finished = metrics
+        return finish_metrics(self._run, metrics)
+
+    def release(self) -> None:
+        """Reset the torchmetrics objects of the data set that was evaluated last, before those of the next, or at the end."""
+        self._finished.release()
+
     def take(self) -> None:
         """Collect what a hook logged, until `join` adds it. This rank only."""
         self._hooks.take(self._run.module._logged, 1)
@@ -62,6 +74,7 @@ class Evaluated:
         self.take()
         self._note_own_values()
         self.add(finish_metrics(self._run, self._hooks))
+        self._hooks.release()
 
     def _note_own_values(self) -> None:
         """Note values without a weight that hooks logged and that differ between ranks. All ranks."""

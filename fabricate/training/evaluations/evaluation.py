@@ -27,7 +27,7 @@ from fabricate.metrics.reduction import one_number
 from fabricate.metrics.torchmetrics_objects import is_torchmetric, set_apart, snapshot_torchmetrics
 from fabricate.module import STEPS, overrides, refusing_logs
 from fabricate.seeding import derive_seed, rng_state, seed_everything, set_rng_state
-from fabricate.training.evaluations.evaluated import Evaluated, finish_metrics, new_metrics, prefix_of
+from fabricate.training.evaluations.evaluated import Evaluated, new_metrics, prefix_of
 from fabricate.training.evaluations.measured import MeasuredSteps, restorable, rows_in, run_step
 from fabricate.training.interruptions.overdue import waiting
 from fabricate.training.saves.attributes import OURS
@@ -177,8 +177,9 @@ def evaluate(run: Run, sources: Mapping[str, Source], stage: str, most: int | No
             calls.on_eval_start(trainer, module, stage)
             evaluated.take()
         for name, source in sources.items():
+            evaluated.release()
             run.now.data_set = name
-            evaluated.add(_evaluate_source(run, source, stage, most), name)
+            evaluated.add(_evaluate_source(run, source, stage, most, evaluated), name)
         run.now.data_set = ""
         _after_forwards(run, stage)
         run.journal.latest |= evaluated.metrics
@@ -188,6 +189,7 @@ def evaluate(run: Run, sources: Mapping[str, Source], stage: str, most: int | No
             run.now.evaluated = None
             evaluated.join()
             evaluated.check()
+        evaluated.release()
     if not evaluated.metrics and not overrides(module, "on_eval_end"):
         run.journal.note(
             f"{type(module).__name__}.{STEPS[stage]} returned no metrics and logged none, so this evaluation has no result. Return a "
@@ -212,7 +214,7 @@ def _after_forwards(run: Run, stage: str) -> None:
             )
 
 
-def _evaluate_source(run: Run, source: Source, stage: str, most: int | None) -> dict[str, float]:
+def _evaluate_source(run: Run, source: Source, stage: str, most: int | None, evaluated: Evaluated) -> dict[str, float]:
     """Metrics over one data set, under the names that steps use."""
     module, prefix = run.module, prefix_of(stage)
     metrics = new_metrics(run)
@@ -233,7 +235,7 @@ def _evaluate_source(run: Run, source: Source, stage: str, most: int | None) -> 
     if most is not None:
         steps.compare_halves()
     check_first(run, source)
-    return _joined(finish_metrics(run, metrics), _of_whole_set(run, rows) if rows is not None else {}, prefix)
+    return _joined(evaluated.finish(metrics), _of_whole_set(run, rows) if rows is not None else {}, prefix)
 
 
 def _joined(metrics: dict[str, float], more: dict[str, float], prefix: str) -> dict[str, float]:

@@ -34,6 +34,7 @@ from fabricate.checkpoint.state.logical import (
 from fabricate.errors import CheckpointError, ConfigurationError, few
 from fabricate.metrics.torchmetrics_objects import (
     load_torchmetrics_state,
+    path_inside,
     take_over_torchmetrics_state,
     torchmetrics_state,
 )
@@ -220,11 +221,17 @@ def _own_state(run: Run, saver: Saver, buffers: dict[str, torch.Tensor]) -> dict
         saver.own(f"{rank}/buffers/{name}", buffer)
     return {
         "rng": saver.encode(rng_state(), f"{rank}/rng", saver.own),
-        "metrics": saver.encode(run.metrics.state(), f"{rank}/metrics", saver.own),
+        "metrics": saver.encode({**run.metrics.state(), "objects": _logged_objects(run)}, f"{rank}/metrics", saver.own),
         "buffers": sorted(buffers),
         "torchmetrics": saver.encode(torchmetrics_state(run.module), f"{rank}/torchmetrics", saver.own),
         "stop": "" if run.is_long_enough() else run.requests.stop,
     }
+
+
+def _logged_objects(run: Run) -> dict[str, str]:
+    """The paths in the module of the torchmetrics objects that were logged in this epoch, by the name in the log."""
+    paths = {name: path_inside(run.module, metric) for name, metric in run.metrics.objects.items()}
+    return {name: path for name, path in paths.items() if path is not None}
 
 
 def data_identity(run: Run) -> dict[str, Any]:
@@ -319,6 +326,9 @@ def _restore_own(run: Run, reader: Reader) -> None:
     try:
         pending = [entry for each in metrics for entry in each["pending"]]
         run.metrics.load({**metrics[0], "pending": pending}, same_rank=same or engine.data_rank == 0)
+        parts = dict(run.module.named_modules())
+        logged = [item for each in metrics for item in each.get("objects", {}).items()]
+        run.metrics.objects = {name: parts[path] for name, path in logged if path in parts}
         if same:
             for name in own[0]["buffers"]:
                 run.module.get_buffer(name).copy_(read_whole(reader, f"rank/{engine.rank:05d}/buffers/{name}"))
