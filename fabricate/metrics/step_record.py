@@ -45,7 +45,8 @@ _ADDITIONS = (
 _COPIES = (
     *(torch.Tensor.float, torch.Tensor.double, torch.Tensor.half, torch.Tensor.bfloat16, torch.Tensor.to),
     *(torch.Tensor.type, torch.Tensor.cpu, torch.Tensor.clone, torch.Tensor.detach, torch.clone),
-    *(torch.squeeze, torch.Tensor.squeeze, torch.neg, torch.Tensor.neg, torch.Tensor.__neg__),
+    *(torch.squeeze, torch.Tensor.squeeze, torch.neg, torch.Tensor.neg, torch.Tensor.__neg__, torch.clamp),
+    *(torch.Tensor.clamp, torch.clamp_min, torch.Tensor.clamp_min, torch.nan_to_num, torch.Tensor.nan_to_num),
 )
 """Functions whose result is over the same values as the argument."""
 _FUNCTIONS: dict[Any, str] = {
@@ -57,7 +58,7 @@ _FUNCTIONS: dict[Any, str] = {
     **dict.fromkeys((torch.reciprocal, torch.Tensor.reciprocal, torch.Tensor.__rdiv__), "1/x"),
 }
 """Functions of one number that are not linear, with their names in messages."""
-_MOST_NUMBERS, _MOST_TERMS = 1000, 8
+_MOST_NUMBERS, _MOST_TERMS = 10_000, 8
 """The number of sums and means that are recorded in one batch, and of means in a sum that are followed."""
 
 
@@ -191,8 +192,8 @@ class StepRecord(TorchFunctionMode):
         new = partial(Reduced, result, version)
         of_labels = self._found[-1].over.weight if self._found and self._found[-1].result is result else None
         described = list(_reduction(new, func, args[0], reduction, of_labels))
-        if func in _COPIES:
-            described += [each._replace(result=result, version=version) for each in self._unchanged(args[0])]
+        for copied in args[:1] if func in _COPIES else args[1:3] if func is torch.where else ():
+            described += [each._replace(result=result, version=version) for each in self._unchanged(copied)]
         if func in _SCALING or func in _ADDITIONS:
             described += self._scaled(new, func, args)
         if func in _ADDITIONS:
@@ -217,7 +218,7 @@ class StepRecord(TorchFunctionMode):
             kept = (each for each in self._reduced[id(result)] if each.version in (version - 1, version))
             self._reduced[id(result)] = list(kept)
 
-    def _unchanged(self, value: torch.Tensor) -> list[Reduced]:
+    def _unchanged(self, value: Any) -> list[Reduced]:
         return [each for each in self._reduced.get(id(value), []) if each.is_unchanged()]
 
     def _function(self, value: Any) -> tuple[Reduced | None, str]:
@@ -283,6 +284,9 @@ def _reduction(
     """What the 0-dim result of `func` is, if it is a sum or a mean over `values`. `of_labels`: by what a cross-entropy divided its sum."""
     if of_labels is not None:
         yield new(of_labels, (values.numel(),))
+    elif func in _CROSS_ENTROPIES and reduction == "mean" and values.is_floating_point():
+        number = values.numel() // max(values.shape[values.ndim > 1], 1)  # without the classes
+        yield new(number, (number,), True)
     elif func in (torch.mean, torch.Tensor.mean) or reduction == "mean":
         yield new(values.numel(), (values.numel(),), True)
     elif reduction == "batchmean":
@@ -310,8 +314,7 @@ def _combined(
 
 def _multiples(new: Callable[..., Reduced], known: list[list[Reduced]]) -> list[Reduced]:
     """What multiples of `known` sums are, such as a percentage before its division, or the intersection in a Dice score."""
-    sums = (each for part in known for each in part if each.divisor is None)
-    return [new(None, each.sizes, False, each.terms or (each.sizes,)) for each in sums]
+    return [new(None, each.sizes, False, each.terms) for part in known for each in part if each.divisor is None]
 
 
 def _shares(new: Callable[..., Reduced], known: list[list[Reduced]], factor: float) -> list[Reduced]:

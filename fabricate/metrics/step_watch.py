@@ -26,16 +26,16 @@ _MOST_LOOKS = 3
 class StepWatch(StepRecord):
     """A record of what each step of an evaluation computes, from which the weights of its metrics follow."""
 
-    def __init__(self, looks: int = _MOST_LOOKS) -> None:
-        """`looks`: the number of batches without a cross-entropy that are inspected."""
+    def __init__(self, looks: int = _MOST_LOOKS, numbers: dict[str, float] | None = None) -> None:
+        """`looks`: the number of batches without a cross-entropy that are inspected. `numbers`: values from batches before."""
         super().__init__()
         self._looks = looks
         self._weighed: set[str] = set()
         """The names of the metrics that were cross-entropies."""
         self._decided = False
         """Whether a batch was weighed before."""
-        self._numbers: dict[str, float] = {}
-        """The first value of each metric that is a Python number."""
+        self._numbers = {} if numbers is None else numbers
+        """The first value of each metric that was compared."""
         self._labels: torch.Tensor | None = None
         """The labels of the first cross-entropy in `logged` of this batch, by which metrics beside it are weighted."""
         self._over_rows: dict[str, bool] = {}
@@ -52,7 +52,7 @@ class StepWatch(StepRecord):
             if weight is None and reduce == "mean" and isinstance(value, torch.Tensor):
                 for each, function in self._functions.values():
                     size = math.prod(each.sizes)
-                    if each.is_in(value) and (size not in others or size == rows):
+                    if each.is_in(value) and (size not in others or size == rows or self._varies(name, value)):
                         return f"{name!r} as a non-linear function ({function}) of a mean over the batch"
         return ""
 
@@ -115,8 +115,9 @@ class StepWatch(StepRecord):
         weights = counts if self._labels is None else {int(self._labels)}
         for name, value, weight, reduce in logged:
             if weight is None and reduce == "mean":
-                text = self._over_other_than_rows(name, value, rows, None, others, weights)
-                text = text or self._over_columns(name, value, rows, others, counts)
+                sizes = self._without_rows(name, value, others)
+                text = self._over_other_than_rows(name, value, rows, None, sizes, weights)
+                text = text or self._over_columns(name, value, rows, sizes, counts)
                 if not text and len(counts) > 1 and name.endswith("loss"):
                     text = f"{name!r} beside cross-entropies of {' and '.join(map(str, sorted(counts)))} labels"
                 if text:
@@ -146,7 +147,7 @@ class StepWatch(StepRecord):
                 continue
             if self._function(value)[0] or (on_device(value) and self._looks <= 0):
                 continue
-            if not math.isfinite(number := float(value)) or self._numbers.setdefault(name, number) == number:
+            if not self._varies(name, value):
                 continue
             if self._labels is None or (labels := int(self._labels)) % rows == 0:
                 continue  # perhaps as many labels in every row
@@ -155,6 +156,15 @@ class StepWatch(StepRecord):
                 self._inspected[name] = _MOST_LOOKS
                 return f"{name!r} as {text}"
         return ""
+
+    def _varies(self, name: str, value: Any) -> bool:
+        """Whether the metric `value` differs from the first one of this name. Waits for the device."""
+        return math.isfinite(number := float(value)) and self._numbers.setdefault(name, number) != number
+
+    def _without_rows(self, name: str, value: Any, others: Collection[int]) -> Collection[int]:
+        """`others`, the sizes of parameters and buffers, unless the metric `value` varies and so is not computed from these alone. Waits
+        for the device."""
+        return () if others and self._varies(name, value) else others
 
     def _other_than_labels(self, value: Any, rows: int, labels: int) -> str:
         """A description of the metric `value` if it is not known as a mean over the `labels`; else "". Waits for the device."""
@@ -179,7 +189,7 @@ class StepWatch(StepRecord):
 
     def another_look(self) -> StepWatch | None:
         """A context for the next batch of an evaluation whose metrics are weighted by rows; None if enough batches were inspected."""
-        return StepWatch(self._looks - 1) if self._looks > 1 else None
+        return StepWatch(self._looks - 1, self._numbers) if self._looks > 1 else None
 
     def _weighs_rows(self, name: str, value: Any, rows: int | None) -> bool:
         """Whether a metric is a mean of one number per row. A mean of means may be one of two metrics in a batch of two rows, so the first
@@ -224,13 +234,18 @@ class StepWatch(StepRecord):
         if rows is None or rows < 2:
             return []
         over_rows = [each for each in self._sums() if each.sizes[:1] == (rows,)]
+        known = [each for each in over_rows if math.prod(each.sizes) in others]
         found = [each for each in over_rows if math.prod(each.sizes) not in others]
         averaged = [(name, value) for name, value, weight, reduce in logged if weight is None and reduce == "mean"]
         usual = (0, 1, rows)  # numbers that may be equal by chance
         return [
             name
             for name, value in averaged
-            if (isinstance(value, torch.Tensor) or value not in usual) and any(each.is_in(value) for each in found)
+            if (isinstance(value, torch.Tensor) or value not in usual)
+            and (
+                any(each.is_in(value) for each in found)
+                or (any(each.is_in(value) for each in known) and self._varies(name, value))
+            )
         ]
 
     def _count_of(self, name: str, value: Any) -> Counted | None:
@@ -260,7 +275,11 @@ class StepWatch(StepRecord):
             if rows and elements % rows:
                 return f"a cross-entropy of {elements} labels for {rows} rows"
         averaged = [(name, value) for name, value, weight, reduce in logged if weight is None and reduce == "mean"]
-        found = (self._over_other_than_rows(name, value, rows, whole, others) for name, value in averaged if rows)
+        found = (
+            self._over_other_than_rows(name, value, rows, whole, self._without_rows(name, value, others))
+            for name, value in averaged
+            if rows
+        )
         return next(filter(None, found), "")
 
     def _over_other_than_rows(

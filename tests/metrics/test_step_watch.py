@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torchmetrics
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, kl_div, mse_loss, nll_loss
 
 from fabricate import ConfigurationError
@@ -16,6 +17,7 @@ from fabricate.metrics.step_watch import StepWatch
 LOGITS = torch.randn(6, 5, generator=torch.Generator().manual_seed(0))
 TARGET = torch.tensor([0, -100, 4, 2, -100, 2])
 LABELLED = TARGET != -100
+RIGHT = torch.tensor([True, False, True, True, False, False])
 CLASSES = torch.tensor([1.0, 2.0, 4.0, 8.0, 16.0])
 
 
@@ -348,6 +350,58 @@ def test_a_count_per_row_that_was_0_in_the_first_batch_is_named_if_that_batch_we
     texts = _beside(lambda batch: int((torch.arange(12).view(6, 2) < counts[batch]).sum()) / 6)
     text = "'number' as a number that was taken for a mean over rows in one batch and for one over labels in another"
     assert [text for text in texts if text] == [text]
+
+
+@pytest.mark.parametrize(
+    "compute",
+    [
+        lambda: 100.0 * RIGHT.sum() / len(RIGHT),
+        lambda: RIGHT.sum() * 1.0 / len(RIGHT),
+        lambda: -0.5 * (LOGITS[:, 0] - LOGITS[:, 1].exp()).sum() / len(LOGITS),
+        lambda: RIGHT.float().mean().clamp(0, 1),
+        lambda: torch.where(torch.tensor(True), RIGHT.float().mean(), torch.tensor(0.0)),
+        lambda: cross_entropy(LOGITS, LOGITS.softmax(1)),
+    ],
+)
+def test_a_multiple_of_a_mean_over_rows_weighs_rows_beside_a_cross_entropy_of_other_labels(compute: Any) -> None:
+    watch = StepWatch()
+    with torch.no_grad(), watch:
+        logged: list[Any] = [("loss", cross_entropy(LOGITS, TARGET), None, "mean"), ("number", compute(), None, "mean")]
+    watch.weigh(logged, rows=6)
+    assert logged[1][2] == 6
+
+
+@pytest.mark.parametrize(
+    "compute",
+    [
+        lambda scale: torchmetrics.functional.accuracy(
+            LOGITS * scale, torch.zeros(6).long(), "multiclass", num_classes=5
+        ),
+        lambda scale: torch.where(torch.tensor(True), (LOGITS * scale).mean(0)[1], torch.tensor(0.0)),
+        lambda scale: (LOGITS * scale).mean(0)[1],
+    ],
+)
+def test_other_scores_over_rows_are_named_beside_a_cross_entropy_of_other_labels(compute: Any) -> None:
+    assert [text[:14] for text in _beside(lambda batch: compute(1.0 - 0.9 * batch)) if text] == ["'number' as a "]
+
+
+def test_a_percentage_of_the_tokens_is_named_beside_a_cross_entropy_with_one_label_per_row() -> None:
+    texts = _beside(lambda batch: 100.0 * (torch.arange(13) < batch).sum() / 13, rows=4)
+    assert texts == ["'number' as a mean over 13 values for 4 rows", "", "", "", ""]
+
+
+def test_a_sum_or_mean_over_as_many_values_as_a_parameter_has_is_named_if_it_varies() -> None:
+    summed, named = [], []
+    watch = StepWatch()
+    for scale in (1.0, 1.0, 2.0):
+        with torch.no_grad(), watch:
+            squares = (LOGITS[:, 0] * scale).square()
+            logged: list[Any] = [("sum", 0.5 * squares.sum(), None, "mean"), ("mean", squares[:5].mean(), None, "mean")]
+        summed.append(watch.summed(logged, rows=6, others={5, 6}))
+        named.append(watch.of_other_than_rows(logged, rows=6, others={5, 6}))
+        watch = watch.another_look() or watch
+    assert summed == [[], [], ["sum"]]
+    assert named == ["", "", "'mean' as a mean over 5 values for 6 rows"]
 
 
 def test_watching_finds_nothing_where_there_is_no_mean_cross_entropy() -> None:

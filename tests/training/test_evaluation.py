@@ -375,17 +375,20 @@ def test_a_request_that_no_update_follows_is_noted(
 
 
 class Encodes(TrainModule):
-    """Averages over padded positions too, at which layers with a fast path give other values than without it."""
+    """Averages over padded positions too, at which layers with a fast path give other values than without it. `direct`: calls `forward`
+    of the encoder, without its hooks."""
 
-    def __init__(self) -> None:
+    def __init__(self, direct: bool = False) -> None:
         super().__init__()
+        self.direct = direct
         torch.manual_seed(0)
         self.embedding = torch.nn.Embedding(50, 32, padding_idx=0)
         layer = torch.nn.TransformerEncoderLayer(32, 4, 64, batch_first=True)
         self.encoder, self.head = torch.nn.TransformerEncoder(layer, 2), torch.nn.Linear(32, 2)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        return self.head(self.encoder(self.embedding(ids), src_key_padding_mask=ids == 0).mean(1))
+        encoder = self.encoder.forward if self.direct else self.encoder
+        return self.head(encoder(self.embedding(ids), src_key_padding_mask=ids == 0).mean(1))
 
     def training_step(self, batch: Any) -> torch.Tensor:
         return torch.nn.functional.cross_entropy(self(batch[0]), batch[1])
@@ -402,13 +405,13 @@ class Encodes(TrainModule):
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype")
-@pytest.mark.parametrize("fits", [False, True])
-def test_layers_with_a_fast_path_take_it_in_an_evaluation_as_by_hand(fits: bool) -> None:
+@pytest.mark.parametrize(("fits", "direct"), [(False, False), (False, True), (True, False)])
+def test_layers_with_a_fast_path_take_it_in_an_evaluation_as_by_hand(fits: bool, direct: bool) -> None:
     draws = torch.Generator().manual_seed(0)
     ids, labels = torch.randint(1, 50, (32, 20), generator=draws), torch.randint(0, 2, (32,), generator=draws)
     ids[torch.arange(20) >= torch.randint(2, 20, (32, 1), generator=draws)] = 0
     rows = torch.utils.data.TensorDataset(ids, labels)
-    module, trainer = Encodes(), Trainer(max_steps=2, validate_every=2, progress=False)
+    module, trainer = Encodes(direct), Trainer(max_steps=2, validate_every=2, progress=False)
     metrics = (
         trainer.fit(module, rows, rows, batch_size=8).metrics if fits else trainer.validate(module, rows, batch_size=8)
     )

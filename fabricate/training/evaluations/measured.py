@@ -6,6 +6,7 @@ Must not know: which batches there are (`evaluation`).
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -50,26 +51,30 @@ def _has_fast_paths(module: TrainModule) -> bool:
 @contextlib.contextmanager
 def _outside_of_fast_paths(watch: StepWatch) -> Iterator[None]:
     """Enter `watch`, but pause it inside of layers with a fast path, so that they compute as without it."""
-    paused: list[torch.nn.Module] = []
-
-    def before(layer: torch.nn.Module, inputs: object) -> None:
-        if isinstance(layer, _WITH_FAST_PATHS) and not paused and watch.pause():
-            paused.append(layer)
-
-    def after(layer: torch.nn.Module, inputs: object, output: object) -> None:
-        if paused == [layer]:
-            paused.clear()
-            watch.resume()
-
-    hooks = torch.nn.modules.module  # a hook of a layer itself would prevent its fast path
-    with watch:
-        first = hooks.register_module_forward_pre_hook(before)
-        last = hooks.register_module_forward_hook(after, always_call=True)
-        try:
+    originals: dict[Any, Any] = {kind: kind.forward for kind in _WITH_FAST_PATHS}
+    for kind, forward in originals.items():
+        kind.forward = _paused(forward, watch)
+    try:
+        with watch:
             yield
+    finally:
+        for kind, forward in originals.items():
+            kind.forward = forward
+
+
+def _paused(forward: Callable[..., Any], watch: StepWatch) -> Callable[..., Any]:
+    """`forward`, during which `watch` is paused."""
+
+    @functools.wraps(forward)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        pauses = watch.pause()
+        try:
+            return forward(*args, **kwargs)
         finally:
-            first.remove()
-            last.remove()
+            if pauses:
+                watch.resume()
+
+    return run
 
 
 class MeasuredSteps:
