@@ -186,7 +186,8 @@ class Events:
         for "predict". Values logged here with `module.log` are reduced over ranks and added to `metrics`. The module's `on_eval_end` is
         called first, so that the values it logs are in `metrics` when the plugins are called. Values that a plugin logs are added after
         all plugins ran. A value that is written into `metrics` directly must be the same on every rank; otherwise it is an error. For
-        metrics that need all rows at once, use `TrainModule.compute_metrics`."""
+        metrics that need all rows at once, use `TrainModule.compute_metrics`. The torchmetrics objects that steps logged can be
+        computed here; they are reset afterwards (and before each further data set, so that they have the rows of the last one)."""
 
     @hookspec
     def on_save(self, trainer: Any, module: Any, state: MutableMapping[str, Any]) -> None:
@@ -209,7 +210,7 @@ class Events:
     def on_epoch_end(self, trainer: Any, module: Any, epoch: int) -> None:
         """Called when a pass over the training data is complete, but not if the fit stopped in the middle of the pass. Values logged
         here with `module.log` are written with the metrics of this epoch, under the names given, without the prefix `epoch_` that the
-        averages over an epoch have."""
+        averages over an epoch have. The torchmetrics objects that steps logged can be computed here; they are reset afterwards."""
 
     @hookspec
     def on_complete(self, trainer: Any, module: Any) -> None:

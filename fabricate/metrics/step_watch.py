@@ -19,7 +19,7 @@ from fabricate.metrics.loss_weight import Counted
 from fabricate.metrics.reading import on_device
 from fabricate.metrics.step_record import Reduced, StepRecord
 
-_MOST_LOOKS = 3
+_MOST_LOOKS = 10
 """The number of batches that are inspected."""
 
 
@@ -105,6 +105,7 @@ class StepWatch(StepRecord):
         for name, found in self._unclear.items():
             if len(found | {self._over_rows.get(name, True in found)}) == 2:
                 del self._unclear[name]
+                self._inspected[name] = _MOST_LOOKS
                 return f"{name!r} as a number that was taken for a mean over rows in one batch and for one over labels in another"
         return ""
 
@@ -193,11 +194,20 @@ class StepWatch(StepRecord):
 
     def _weighs_rows(self, name: str, value: Any, rows: int | None) -> bool:
         """Whether a metric is a mean of one number per row. A mean of means may be one of two metrics in a batch of two rows, so the first
-        batch decides about it. A Python number may be rounded, or equal to something else by chance: the first value decides in a batch
-        that does not have as many labels as rows; this may wait for the device."""
-        if not rows or not isinstance(value, float):
-            over = [each for each in self._all() if each.is_over(rows) and each.is_in(value)]
-            return any(not each.mean_of_means for each in over) or self._over_rows.setdefault(name, bool(over))
+        batch of several rows decides about it."""
+        if rows and isinstance(value, float):
+            return self._number_weighs_rows(name, value, rows)
+        over = [each for each in self._all() if each.is_over(rows) and each.is_in(value)]
+        if any(not each.mean_of_means for each in over):
+            return True
+        if rows == 1:
+            self._unclear.setdefault(name, set()).add(self._over_rows.get(name, False))
+            return self._over_rows.get(name, False)
+        return self._over_rows.setdefault(name, bool(over))
+
+    def _number_weighs_rows(self, name: str, value: float, rows: int) -> bool:
+        """The same for a Python number, which may be rounded, or equal to something else by chance: the first value decides in a batch that
+        does not have as many labels as rows. May wait for the device."""
         if name not in self._over_rows:
             if self._labels is not None and int(self._labels) == rows:
                 return False  # the weight is the same
@@ -206,6 +216,10 @@ class StepWatch(StepRecord):
                 self._unclear.setdefault(name, set()).add(is_over)
                 return is_over
             self._over_rows[name] = is_over
+        elif self._over_rows[name] and value not in (0, 1, 100) and self._inspected[name] < _MOST_LOOKS:
+            self._inspected[name] += 1  # the first value may have been that of another mean by chance
+            if not self._is_made_of_mean_over(value, rows):
+                self._unclear.setdefault(name, set()).add(False)
         return self._over_rows[name]
 
     def _is_made_of_mean_over(self, value: float, rows: int) -> bool:
@@ -234,18 +248,14 @@ class StepWatch(StepRecord):
         if rows is None or rows < 2:
             return []
         over_rows = [each for each in self._sums() if each.sizes[:1] == (rows,)]
-        known = [each for each in over_rows if math.prod(each.sizes) in others]
-        found = [each for each in over_rows if math.prod(each.sizes) not in others]
         averaged = [(name, value) for name, value, weight, reduce in logged if weight is None and reduce == "mean"]
         usual = (0, 1, rows)  # numbers that may be equal by chance
         return [
             name
             for name, value in averaged
             if (isinstance(value, torch.Tensor) or value not in usual)
-            and (
-                any(each.is_in(value) for each in found)
-                or (any(each.is_in(value) for each in known) and self._varies(name, value))
-            )
+            and (found := [math.prod(each.sizes) for each in over_rows if each.is_in(value)])
+            and (not set(found).issubset(others) or self._varies(name, value))
         ]
 
     def _count_of(self, name: str, value: Any) -> Counted | None:
@@ -299,15 +309,16 @@ class StepWatch(StepRecord):
         return "" if divisor is None else f"{name!r} as a sum divided by {divisor:g} for {rows} rows"
 
     def _divisor(self, value: float, rows: int, whole: int | None, counts: Collection[int]) -> float | None:
-        """By what the step divided the number of a sum, if `value` is such a quotient and no mean over rows or labels; else None."""
+        """By what the step divided the number of a sum, if `value` is such a quotient, perhaps in percent, and no mean over rows or labels;
+        else None."""
         numbers = ((each.result.item(), each.sizes) for each in self._sums())
         sums = [(number, sizes) for number, sizes in numbers if math.isfinite(number)]
-        if any(is_a_count(number / value, rows, sizes) for number, sizes in sums):
+        if any(is_a_count(scale * number / value, rows, sizes) for number, sizes in sums for scale in (1, 100)):
             return None  # what else it is equal to is chance
         counted = [number for number, _ in sums if number and number % rows and number not in counts]
         for number, _ in sums:
             for divisor in [*counted, whole] if whole else counted:
-                if math.isclose(value * divisor, number):
+                if math.isclose(value * divisor, number) or math.isclose(value * divisor, 100 * number):
                     return divisor
         return None
 

@@ -208,7 +208,7 @@ class ManyRanks:
             raise RankError(
                 f"ranks ran different layers in the update to step {run.progress.step}{before}, which gives wrong weights under "
                 f"strategy={engine.strategy.name!r}; run every layer on every rank (add 0 * output of a layer that is not needed), "
-                "or use strategy='ddp'"
+                "in the same order, or use strategy='ddp'"
             )
         self._plan_next(slowest, bool(uses_trainer))
         wanted = Wanted(*map(bool, flags))

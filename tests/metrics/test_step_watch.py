@@ -390,6 +390,15 @@ def test_a_percentage_of_the_tokens_is_named_beside_a_cross_entropy_with_one_lab
     assert texts == ["'number' as a mean over 13 values for 4 rows", "", "", "", ""]
 
 
+def test_a_percentage_of_the_items_that_python_divides_is_named_beside_other_losses() -> None:
+    for divisor, text in ((13, "'right' as a sum divided by 13 for 6 rows"), (6, "")):
+        watch = StepWatch()
+        with torch.no_grad(), watch:
+            counted = (torch.arange(13) >= 0).sum().item()
+            share = 100.0 * (torch.arange(13) < 4).sum().item() / (counted if divisor == 13 else divisor)
+        assert watch.of_other_than_rows([("right", share, None, "mean")], rows=6) == text
+
+
 def test_a_sum_or_mean_over_as_many_values_as_a_parameter_has_is_named_if_it_varies() -> None:
     summed, named = [], []
     watch = StepWatch()
@@ -402,6 +411,33 @@ def test_a_sum_or_mean_over_as_many_values_as_a_parameter_has_is_named_if_it_var
         watch = watch.another_look() or watch
     assert summed == [[], [], ["sum"]]
     assert named == ["", "", "'mean' as a mean over 5 values for 6 rows"]
+
+
+def test_a_mean_over_a_loop_over_rows_that_begins_with_a_batch_of_one_row_is_named() -> None:
+    watch, weights, texts = StepWatch(), [], []
+    for rows in (1, 1, 4, 4):
+        with torch.no_grad(), watch:
+            mean = sum((LOGITS[row] > rows / 8).float().mean() for row in range(rows)) / rows
+            logged: list[Any] = [("loss", cross_entropy(LOGITS, TARGET.clamp(0)), None, "mean")]
+            logged.append(("right", mean, None, "mean"))
+        watch.weigh(logged, rows=rows)
+        weights.append(logged[1][2])
+        texts.append(watch.beside(logged, rows=rows))
+    text = "'right' as a number that was taken for a mean over rows in one batch and for one over labels in another"
+    assert (weights, texts) == ([None, None, 4, 4], ["", "", text, ""])
+
+
+def test_a_python_number_that_equals_a_mean_over_rows_only_in_the_first_batch_is_named() -> None:
+    watch, texts = StepWatch(), []
+    for right_labels, right_rows in ((2, 3), (2, 3), (3, 3), (1, 3)):
+        with torch.no_grad(), watch:
+            (torch.arange(6) < right_rows).float().mean()
+            share = (torch.arange(4) < right_labels).sum().item() / 4
+            logged: list[Any] = [("loss", cross_entropy(LOGITS, TARGET), None, "mean"), ("share", share, None, "mean")]
+        watch.weigh(logged, rows=6)
+        texts.append(watch.beside(logged, rows=6))
+    text = "'share' as a number that was taken for a mean over rows in one batch and for one over labels in another"
+    assert texts == ["", "", text, ""]
 
 
 def test_watching_finds_nothing_where_there_is_no_mean_cross_entropy() -> None:

@@ -234,6 +234,13 @@ def _logged_objects(run: Run) -> dict[str, str]:
     return {name: path for name, path in paths.items() if path is not None}
 
 
+def _objects_named(run: Run, metrics: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The torchmetrics objects whose paths the saved `metrics` have, by the name in the log."""
+    parts = dict(run.module.named_modules())
+    logged = [item for each in metrics for item in each.get("objects", {}).items()]
+    return {name: parts[path] for name, path in logged if path in parts}
+
+
 def data_identity(run: Run) -> dict[str, Any]:
     assert run.source is not None
     return {
@@ -326,9 +333,7 @@ def _restore_own(run: Run, reader: Reader) -> None:
     try:
         pending = [entry for each in metrics for entry in each["pending"]]
         run.metrics.load({**metrics[0], "pending": pending}, same_rank=same or engine.data_rank == 0)
-        parts = dict(run.module.named_modules())
-        logged = [item for each in metrics for item in each.get("objects", {}).items()]
-        run.metrics.objects = {name: parts[path] for name, path in logged if path in parts}
+        run.metrics.objects = _objects_named(run, metrics)
         if same:
             for name in own[0]["buffers"]:
                 run.module.get_buffer(name).copy_(read_whole(reader, f"rank/{engine.rank:05d}/buffers/{name}"))
