@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -261,15 +261,30 @@ def snapshot_torchmetrics(module: torch.nn.Module) -> Callable[[], None]:
     return lambda: load_torchmetrics_state(module, state)
 
 
-def set_apart(metrics: Iterable[Any]) -> Callable[[], None]:
-    """Reset torchmetrics objects and collections. The returned function restores their state."""
-    undo = []
-    for metric in metrics:
-        undo.append(snapshot_torchmetrics(metric))
-        metric.reset()
+class SetApart:
+    """Torchmetrics objects and collections that have their counts of the training before and after an evaluation, but not during it."""
 
-    def put_back() -> None:
-        for each in undo:
-            each()
+    def __init__(self, metrics: Iterable[Any]) -> None:
+        self._kept = {id(metric): (metric, snapshot_torchmetrics(metric)) for metric in metrics}
 
-    return put_back
+    def reset(self) -> None:
+        """Let the evaluation begin without counts."""
+        for metric, _ in self._kept.values():
+            metric.reset()
+
+    def put_back(self) -> None:
+        """Restore the counts."""
+        for _, restore in self._kept.values():
+            restore()
+
+    def put_back_unused(self, used: Collection[str], module: torch.nn.Module) -> None:
+        """Restore the counts of objects in `module` that are not among those `used` in the evaluation, by their paths."""
+        for metric, restore in self._kept.values():
+            path = path_inside(module, metric)
+            if path is not None and not any(name == path or name.startswith(f"{path}.") for name in used):
+                restore()
+
+
+def updated(module: torch.nn.Module) -> list[str]:
+    """The paths of the torchmetrics objects in `module` that were updated since their last reset."""
+    return [name for name, part in module.named_modules() if is_torchmetric(part) and part._update_count]

@@ -473,12 +473,18 @@ class ComputesInHooks(Regression):
 
     def __init__(self) -> None:
         super().__init__()
-        self.trained, self.judged, self.best = (torchmetrics.MeanMetric() for _ in range(3))
+        self.trained, self.judged, self.best, self.both = (torchmetrics.MeanMetric() for _ in range(4))
         self.fails = False
+
+    def on_eval_start(self) -> None:
+        if self.trainer.step:
+            self.log("trained_before", self.trained.compute())
 
     def training_step(self, batch: Any) -> torch.Tensor:
         self.trained.update(batch[1])
         self.log("trained", self.trained)
+        self.both.update(batch[1])
+        self.log("both", self.both)
         return super().training_step(batch)
 
     def validation_step(self, batch: Any) -> Any:
@@ -486,12 +492,16 @@ class ComputesInHooks(Regression):
             raise ValueError("fails in validation")
         self.judged.update(batch[1])
         self.log("judged", self.judged)
-        return super().validation_step(batch)
+        self.both.update(batch[1])
+        return {"loss": super().training_step(batch)}
 
     def on_eval_end(self) -> None:
         self.best.update(self.judged.compute())
         self.log("best", self.best.compute())
         self.log("judged_too", self.judged)
+        if self.trainer.step:
+            self.log("trained_after", self.trained.compute())
+            self.log("both_after", self.both.compute())
 
     def on_epoch_end(self) -> None:
         self.log("again", self.trained.compute())
@@ -500,12 +510,14 @@ class ComputesInHooks(Regression):
 
 def compute_in_hooks() -> dict[str, float]:
     strategy = "ddp" if torch.distributed.is_initialized() else "single"
-    return fit(ComputesInHooks(), val=ROWS[3:], max_steps=None, max_epochs=2, strategy=strategy).metrics
+    arguments: dict[str, Any] = {"strategy": strategy, "max_steps": None, "max_epochs": 2, "validate_every": 2}
+    return fit(ComputesInHooks(), val=ROWS[3:], sanity_batches=2, **arguments).metrics
 
 
 _COMPUTED = {
-    **dict.fromkeys(("epoch_trained", "again", "trained_too"), 3.5 / 8),
-    **dict.fromkeys(("val_judged", "val_best", "val_judged_too"), 5 / 8),
+    **dict.fromkeys(("epoch_trained", "epoch_both", "again", "trained_too"), 3.5 / 8),
+    **dict.fromkeys(("val_trained_before", "val_trained_after"), 3.5 / 8),
+    **dict.fromkeys(("val_judged", "val_best", "val_judged_too", "val_both_after"), 5 / 8),
 }
 
 

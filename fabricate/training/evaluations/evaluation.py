@@ -24,7 +24,7 @@ from fabricate.data.source import Source
 from fabricate.distributed.group import looking_alone
 from fabricate.errors import ConfigurationError, RankError, few
 from fabricate.metrics.reduction import one_number
-from fabricate.metrics.torchmetrics_objects import is_torchmetric, set_apart, snapshot_torchmetrics
+from fabricate.metrics.torchmetrics_objects import SetApart, is_torchmetric, snapshot_torchmetrics, updated
 from fabricate.module import STEPS, overrides, refusing_logs
 from fabricate.seeding import derive_seed, rng_state, seed_everything, set_rng_state
 from fabricate.training.evaluations.evaluated import Evaluated, new_metrics, prefix_of
@@ -80,19 +80,19 @@ def draw_anew(run: Run, number: int) -> None:
 
 
 @contextlib.contextmanager
-def _evaluating(run: Run, stage: str) -> Iterator[None]:
-    """Run the body in eval mode without gradients. Afterwards the modes of all submodules and the torchmetrics objects that training logs
-    are as before, and in a fit the random generators."""
+def _evaluating(run: Run, stage: str) -> Iterator[SetApart]:
+    """Run the body, which gets the torchmetrics objects that training logs, in eval mode without gradients. Afterwards the modes of all
+    submodules and these objects are as before, and in a fit the random generators."""
     generators = rng_state() if run.source is not None else None
     restore_buffers = run.engine.share_buffers(run.module)
-    restore_metrics = set_apart({id(metric): metric for metric in run.metrics.objects.values()}.values())
+    training = SetApart(run.metrics.objects.values())
     before, run.now.stage, run.now.batch, run.now.batch_idx = run.now.batch, stage, None, 0
     pending, run.module._logged[:] = list(run.module._logged), []
     counted = snapshot_torchmetrics(run.module)
     device_works = True
     try:
         with meant_weights(run), evaluation_mode(run), _without_training(run, stage), torch.no_grad():
-            yield
+            yield training
         # after an exception they stay, because the error note describes them
         run.now.stage, run.now.batch = "train", before
     except BaseException as exc:
@@ -106,7 +106,7 @@ def _evaluating(run: Run, stage: str) -> Iterator[None]:
             if generators is not None:
                 set_rng_state(generators)
             restore_buffers()
-            restore_metrics()
+            training.put_back()
         run.module._logged[:] = pending
 
 
@@ -172,10 +172,11 @@ def evaluate(run: Run, sources: Mapping[str, Source], stage: str, most: int | No
     trainer, module = run.trainer, run.module
     calls = run.calls if most is None else run.calls.of_module()
     evaluated = Evaluated(run, stage)
-    with _evaluating(run, stage):
+    with _evaluating(run, stage) as training:
         if calls.on_eval_start is not None:
             calls.on_eval_start(trainer, module, stage)
             evaluated.take()
+        training.reset()
         for name, source in sources.items():
             evaluated.release()
             run.now.data_set = name
@@ -184,6 +185,8 @@ def evaluate(run: Run, sources: Mapping[str, Source], stage: str, most: int | No
         _after_forwards(run, stage)
         run.journal.latest |= evaluated.metrics
         if calls.on_eval_end is not None:
+            used = itertools.chain.from_iterable(run.engine.gather_json(updated(module)))
+            training.put_back_unused(set(used), module)
             run.now.evaluated = evaluated
             calls.on_eval_end(trainer, module, stage, evaluated.metrics)
             run.now.evaluated = None
