@@ -9,7 +9,7 @@ import contextlib
 import functools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -17,7 +17,6 @@ from fabricate.data.batches import EvalBatch, rows_at, rows_of, rows_that_came, 
 from fabricate.data.digests import digest
 from fabricate.distributed.group import remembered_buffers
 from fabricate.errors import ConfigurationError, few
-from fabricate.metrics.step_watch import StepWatch
 from fabricate.metrics.torchmetrics_objects import snapshot_torchmetrics
 from fabricate.model.compiling import is_compiled
 from fabricate.module import STEPS, TrainModule
@@ -26,6 +25,9 @@ from fabricate.training.evaluations.evaluated import prefix_of
 from fabricate.training.saves.attributes import remembered
 from fabricate.training.state.run_state import Run
 from fabricate.training.updates.step_output import one_weight
+
+if TYPE_CHECKING:
+    from fabricate.metrics.step_watch import StepWatch
 
 _NUMBER = re.compile(r"(?<![\w'@.])-?\d[\d.]*(?![\w'])")
 """A number in a note, such as the count by which a step divides. It may differ between epochs, and the note is the same. The number in the
@@ -50,16 +52,34 @@ def _has_fast_paths(module: TrainModule) -> bool:
 
 @contextlib.contextmanager
 def _outside_of_fast_paths(watch: StepWatch) -> Iterator[None]:
-    """Enter `watch`, but pause it inside of layers with a fast path, so that they compute as without it."""
+    """Enter `watch`, but pause it inside of layers with a fast path, so that they compute as without it. Hooks for all modules pause it in
+    a layer whose `forward` was replaced, as for a device map; the wrapped `forward` in one that is called without hooks."""
+    paused: list[torch.nn.Module] = []
+
+    def before(layer: torch.nn.Module, inputs: object) -> None:
+        if isinstance(layer, _WITH_FAST_PATHS) and watch.pause():
+            paused.append(layer)
+
+    def after(layer: torch.nn.Module, inputs: object, output: object) -> None:
+        if paused == [layer]:
+            paused.clear()
+            watch.resume()
+
+    hooks = torch.nn.modules.module  # a hook of a layer itself would prevent its fast path
     originals: dict[Any, Any] = {kind: kind.forward for kind in _WITH_FAST_PATHS}
-    for kind, forward in originals.items():
-        kind.forward = _paused(forward, watch)
-    try:
-        with watch:
-            yield
-    finally:
+    with watch, contextlib.ExitStack() as undo:
+        undo.callback(hooks.register_module_forward_pre_hook(before).remove)
+        undo.callback(hooks.register_module_forward_hook(after, always_call=True).remove)
         for kind, forward in originals.items():
-            kind.forward = forward
+            kind.forward = _paused(forward, watch)
+            undo.callback(setattr, kind, "forward", forward)
+        yield
+
+
+def _new_watch() -> StepWatch:
+    from fabricate.metrics.step_watch import StepWatch  # only fits that evaluate need it
+
+    return StepWatch()
 
 
 def _paused(forward: Callable[..., Any], watch: StepWatch) -> Callable[..., Any]:
@@ -83,7 +103,7 @@ class MeasuredSteps:
     def __init__(self, run: Run, stage: str, whole: int | None) -> None:
         """`whole`: the rows of the data set, if they are known."""
         self._run, self._stage, self._whole = run, stage, whole
-        self._watch: StepWatch | None = StepWatch()
+        self._watch: StepWatch | None = _new_watch()
         self._has_fast_paths = _has_fast_paths(run.module)
         self._by_labels = True
         self._other_sizes = {tensor.numel() for tensor in (*run.module.parameters(), *run.module.buffers())}
@@ -180,7 +200,7 @@ class MeasuredSteps:
 
     def _measure(self, kept: _Kept, order: list[int]) -> dict[str, _Mean]:
         """The metrics that are averaged, of the rows of a batch at the places in `order`."""
-        now, logged, watch, rows = self._run.now, self._run.module._logged, StepWatch(), len(order)
+        now, logged, watch, rows = self._run.now, self._run.module._logged, _new_watch(), len(order)
         logged.clear()
         now.batch = batch = rows_at(kept.batch, order, kept.rows)
         if len(kept.indices) == kept.rows:

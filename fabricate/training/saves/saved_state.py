@@ -221,7 +221,7 @@ def _own_state(run: Run, saver: Saver, buffers: dict[str, torch.Tensor]) -> dict
         saver.own(f"{rank}/buffers/{name}", buffer)
     return {
         "rng": saver.encode(rng_state(), f"{rank}/rng", saver.own),
-        "metrics": saver.encode({**run.metrics.state(), "objects": _logged_objects(run)}, f"{rank}/metrics", saver.own),
+        "metrics": saver.encode({"objects": _logged_objects(run), **run.metrics.state()}, f"{rank}/metrics", saver.own),
         "buffers": sorted(buffers),
         "torchmetrics": saver.encode(torchmetrics_state(run.module), f"{rank}/torchmetrics", saver.own),
         "stop": "" if run.is_long_enough() else run.requests.stop,
