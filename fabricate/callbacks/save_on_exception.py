@@ -19,8 +19,9 @@ class SaveOnException(Callback):
     with a note about what was saved, or why nothing was.
 
     The same call of `fit` continues from there, bitwise as if it had not failed; a validation that failed is run again. For this, generator
-    states, buffers and torchmetrics objects are copied after every update. What else `training_step` changes, such as a frozen copy of the
-    network that follows it, or a counter that `on_save` stores, is saved as the failed update left it.
+    states, buffers and torchmetrics objects are copied after every update, and after the hooks between two updates. What else
+    `training_step` changes, such as a frozen copy of the network that follows it, or a counter that `on_save` stores, is saved as the
+    failed update left it.
 
     Nothing is saved if the error is raised in the optimizer or in a hook `on_step`, if weights are not finite, at a second Ctrl-C, or if
     another rank continues or has ended: a checkpoint needs all ranks, so they have to fail in the same update, within ten seconds. A rank
@@ -35,6 +36,8 @@ class SaveOnException(Callback):
         """Restores buffers and torchmetrics objects as they were after the last complete update."""
         self._torn = True
         """Whether an update is incomplete, or no state was recorded yet."""
+        self._stale = False
+        """Whether hooks were called since then, which may have changed what was recorded."""
 
     def on_fit_start(self, trainer: Trainer) -> None:
         if trainer.run_dir is None:
@@ -47,9 +50,31 @@ class SaveOnException(Callback):
                 "Remove one of the two"
             )
 
-    def on_epoch_start(self, module: TrainModule) -> None:
-        if not self._generators:
+    @hookimpl(wrapper=True)
+    def on_epoch_start(self, module: TrainModule) -> Generator[None, Any, Any]:
+        self._remember(module)
+        return (yield)
+
+    @hookimpl(wrapper=True)
+    def on_epoch_end(self, module: TrainModule) -> Generator[None, Any, Any]:
+        self._remember(module)  # a validation before it is complete
+        self._stale = True
+        return (yield)
+
+    def on_eval_end(self) -> None:
+        self._stale = True
+
+    def on_log(self) -> None:
+        self._stale = True
+
+    def on_saved(self) -> None:
+        self._stale = True
+
+    @hookimpl(wrapper=True)
+    def train_step(self, module: TrainModule) -> Generator[None, Any, Any]:
+        if self._stale:
             self._remember(module)
+        return (yield)
 
     @hookimpl(wrapper=True)
     def optimizer_step(self) -> Generator[None, Any, Any]:
@@ -68,7 +93,7 @@ class SaveOnException(Callback):
         from fabricate.callbacks.kept_state import generator_states, kept_buffers
 
         self._generators, self._put_back = generator_states(), kept_buffers(module)
-        self._torn = False
+        self._torn = self._stale = False
 
     def on_exception(self, trainer: Trainer, exception: BaseException) -> None:
         if not self._generators or trainer.step == 0 or isinstance(exception, KeyboardInterrupt):

@@ -226,6 +226,64 @@ def test_a_validation_that_failed_is_done_again(tmp_path: Path) -> None:
     assert [sum("val_loss" in metrics for _, metrics in logged(tmp_path / "run"))] == [2]
 
 
+class ChangesInHooks(TrainModule):
+    """Hooks between updates change buffers and torchmetrics objects. `fails`: "step 4", "end of epoch 0" or nowhere."""
+
+    fails = "nowhere"
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = torch.nn.Linear(4, 1)
+        self.counted, self.most = torchmetrics.SumMetric(), torchmetrics.MaxMetric()
+        self.register_buffer("epochs", torch.zeros(()))
+
+    def training_step(self, batch: Any) -> torch.Tensor:
+        if self.fails == f"step {self.trainer.step}":
+            raise ZeroDivisionError("the user's own")
+        self.counted.update(len(batch[0]))
+        self.log("counted", self.counted)
+        return self.layer(batch[0]).square().mean()
+
+    def validation_step(self, batch: Any) -> dict[str, float]:
+        return {"score": 100.0 - self.trainer.step}
+
+    def on_eval_end(self, metrics: dict[str, float]) -> None:
+        self.most.update(metrics["val_score"])
+        self.log("most", self.most.compute())
+
+    def on_epoch_end(self, epoch: int) -> None:
+        if self.fails == f"end of epoch {epoch}":
+            raise ZeroDivisionError("the user's own")
+        self.epochs += 1
+        self.log("epochs", self.epochs)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+@pytest.mark.parametrize("fails", ["step 6", "step 7", "step 12", "end of epoch 0", "end of epoch 1"])
+def test_what_hooks_between_updates_changed_is_saved(tmp_path: Path, fails: str) -> None:
+    def run(folder: str, fails: str = "nowhere") -> None:
+        trainer = Trainer(
+            max_epochs=3,
+            seed=3,
+            run_dir=tmp_path / folder,
+            save_every=None,
+            progress=False,
+            plugins=[SaveOnException()],
+        )
+        module = ChangesInHooks()
+        module.fails = fails
+        trainer.fit(module, rows(), rows(), batch_size=16)
+
+    with pytest.raises(ZeroDivisionError):
+        run("run", fails)
+    run("run")
+    run("straight")
+    assert logged(tmp_path / "run") == logged(tmp_path / "straight")
+
+
 def test_saving_on_an_exception_needs_a_run_dir() -> None:
     with pytest.raises(ConfigurationError, match=r"SaveOnException.*run_dir"):
         Trainer(max_steps=1, progress=False, plugins=[SaveOnException()]).fit(Net(), rows(), batch_size=4)
