@@ -182,6 +182,8 @@ class DDP(Strategy):
             named = ", ".join(missed[:4]) + (f" and {len(missed) - 4} more" if len(missed) > 4 else "")
             which = "the first" if self._first_update else "an"
             raise ConfigurationError(f"no gradient reached {named} in {which} update, and {UNUSED}")
+        if self._accumulates:  # earlier micro-batches may have left gradients that the last one did not reach
+            self._model._check_reducer_finalized()  # type: ignore[union-attr]
 
     def reduction_dtype(self, gradient: torch.dtype) -> torch.dtype:
         import torch

@@ -144,6 +144,15 @@ class Leaving(Net):
         return self.last(self.early(x) if self.trainer.step < 2 else x).square().mean()
 
 
+class LeavesOutTheLast(Leaving):
+    """`early` is not used by the last micro-batch of the last of two updates of two micro-batches."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        x = self.first(batch[0])
+        leaves_out = self.trainer.step == 1 and batch_idx % 2 == 1
+        return self.last(x if leaves_out else self.early(x)).square().mean()
+
+
 def test_a_parameter_that_was_trained_before_a_resume_is_not_told(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -284,6 +293,7 @@ def on_two_ranks() -> dict[str, tuple[str, str]]:
         "collectives": (str(counted.collectives), ""),
         "missed": failure(Missing(), strategy="ddp"),
         "missed later": failure(Leaving(), strategy="ddp"),
+        "missed last": failure(LeavesOutTheLast(), strategy="ddp", max_steps=2, gradient_accumulation_steps=2),
         "looked for": failure(Missing(), strategy="ddp:find_unused_parameters=true"),
         "looked for later": failure(Leaving(), strategy="ddp:find_unused_parameters=true"),
         "functional": failure(Functional(), strategy="fsdp"),
@@ -312,6 +322,17 @@ def test_parameters_that_ddp_misses_later_are_named(two: list[dict[str, tuple[st
     for errors in two:
         kind, text = errors["missed later"]
         assert kind == "ConfigurationError"
+        assert "no gradient reached early.weight, early.bias in an update" in text
+        assert REMEDY in text
+
+
+def test_parameters_that_ddp_misses_in_the_last_micro_batch_of_an_update_are_named(
+    two: list[dict[str, tuple[str, str]]],
+) -> None:
+    """They have gradients of earlier micro-batches, and their bucket was not averaged."""
+    for errors in two:
+        kind, text = errors["missed last"]
+        assert kind == "RuntimeError"
         assert "no gradient reached early.weight, early.bias in an update" in text
         assert REMEDY in text
 

@@ -124,7 +124,7 @@ def _missed(run: Run, text: str) -> str:
     names = [name for name, parameter in run.module.named_parameters() if parameter.requires_grad]
     indices = re.search(r"did not receive grad for rank \d+: ([\d ]+)", text)
     missed = [names[int(index)] for index in indices[1].split() if int(index) < len(names)] if indices else []
-    return f"no gradient reached {few(missed) or 'some parameters'} in the update before, and {UNUSED}"
+    return f"no gradient reached {few(missed) or 'some parameters'} in an update, and {UNUSED}"
 
 
 def _apart(run: Run, exc: BaseException) -> str:
