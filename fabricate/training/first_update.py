@@ -146,6 +146,7 @@ class FirstUpdate:
 
     def look(self, losses: WindowLosses, applied: bool) -> None:
         """Inspect an update before its gradients are cleared. Does not wait for the device."""
+        self._stepped = False  # a fused optimizer makes its step even if the gradients overflowed
         if self._trains and not self._run.module.training:
             self._trains = False
             self._run.journal.note(

@@ -22,6 +22,33 @@ Answer = tuple[list[tuple[int, str]], list[float], dict[str, np.ndarray[Any, Any
 """Updates left out, the losses of the others, and the weights at the end."""
 
 
+class Fused(TrainModule):
+    """A fused optimizer makes its step even if the gradients overflowed, and leaves the weights as they are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = torch.nn.Linear(3, 1)
+
+    def training_step(self, batch: Any) -> torch.Tensor:
+        return (self.layer(batch[0])[:, 0] - 20).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=0.01, fused=True)
+
+
+def test_the_first_update_of_a_fused_optimizer_may_overflow() -> None:
+    skipped: list[int] = []
+
+    class Hears(Callback):
+        def on_step_skipped(self, step: int) -> None:
+            skipped.append(step)
+
+    trainer = Trainer(max_steps=3, precision="fp16", progress=False, plugins=[Hears()])
+    assert trainer.fit(Fused(), TensorDataset(X), batch_size=4).steps == 3
+    assert skipped[0] == 0
+
+
 class Overflows(TrainModule):
     def __init__(self) -> None:
         super().__init__()
