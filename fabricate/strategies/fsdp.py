@@ -228,6 +228,7 @@ class FSDP(Strategy):
         options = self._options(module, accelerator.num_processes)
         accelerator.state.fsdp_plugin.mixed_precision_policy = options["mp_policy"]
         self._broadcast_values(module)
+        set_by_script = {name: dict(vars(parameter)) for name, parameter in root.named_parameters()}
         if self._division is not None:
             self._division.apply(module, self._ways)
         # FSDP cuts dimension 0, so 0-dim parameters are whole on every rank.
@@ -257,6 +258,8 @@ class FSDP(Strategy):
             return torch.empty_like(tensor, device=where) if tensor.is_meta else tensor
 
         root._apply(memory)  # type: ignore[no-untyped-call]
+        for name, parameter in root.named_parameters():  # a mark such as _no_weight_decay, by which groups are built
+            vars(parameter).update(set_by_script.get(name, {}) | vars(parameter))
         vars(root)["fsdp"] = (self._choices(), [name for name, _ in units])
         self._attach(root, module, units)
         # Only registers the model with Accelerate: it is placed already, and evaluation mode adds no wrapper.

@@ -118,3 +118,32 @@ def test_what_shards_cannot_take_is_refused_by_name() -> None:
     for errors in run_ranks(_errors, 2, list(cases)):
         for text, (case, wanted) in zip(errors, cases.items(), strict=True):
             assert wanted in text, case
+
+
+class Marked(Sparse):
+    """Builds its groups by a mark on a parameter, as models with state spaces do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.bags = torch.nn.Embedding(8, 4), torch.nn.EmbeddingBag(8, 4)
+        self.words.weight._no_weight_decay = True  # type: ignore[assignment]
+
+    def configure_optimizers(self) -> Any:
+        groups: dict[bool, list[torch.Tensor]] = {True: [], False: []}
+        for parameter in self.parameters():
+            groups[getattr(parameter, "_no_weight_decay", False)].append(parameter)
+        self.marked = len(groups[True])
+        return torch.optim.SGD([{"params": groups[True], "weight_decay": 0.0}, {"params": groups[False]}], lr=0.5)
+
+
+def marked() -> dict[str, int]:
+    found = {}
+    for strategy in ("ddp", "fsdp", "zero3"):
+        module = Marked()
+        Trainer(max_steps=1, progress=False, strategy=strategy).fit(module, torch.arange(8), batch_size=8)
+        found[strategy] = module.marked
+    return found
+
+
+def test_a_mark_on_a_parameter_is_there_when_groups_are_built() -> None:
+    assert run_ranks(marked, 2) == [{"ddp": 1, "fsdp": 1, "zero3": 1}] * 2
