@@ -40,8 +40,9 @@ _PRODUCTS = (
 )
 _ADDITIONS = (
     *(torch.add, torch.Tensor.add, torch.Tensor.add_, torch.Tensor.__add__, torch.Tensor.__radd__),
-    torch.Tensor.__iadd__,
+    *(torch.Tensor.__iadd__, torch.sub, torch.Tensor.sub, torch.Tensor.__sub__),
 )
+"""Sums and differences."""
 _COPIES = (
     *(torch.Tensor.float, torch.Tensor.double, torch.Tensor.half, torch.Tensor.bfloat16, torch.Tensor.to),
     *(torch.Tensor.type, torch.Tensor.cpu, torch.Tensor.clone, torch.Tensor.detach, torch.clone),
@@ -102,6 +103,10 @@ class Reduced(NamedTuple):
     def is_over(self, rows: int | None) -> bool:
         """Whether this is a mean of one number per row."""
         return (self.mean_of_means and self.means == rows) or (self.is_mean and self.divisor == rows)
+
+    def is_sum_over(self, rows: int) -> bool:
+        """Whether this is a sum over tensors that each have `rows` rows."""
+        return self.divisor is None and all(sizes[:1] == (rows,) for sizes in self.terms or (self.sizes,))
 
     def is_unchanged(self) -> bool:
         """Whether the result was not changed in place."""

@@ -247,7 +247,7 @@ class StepWatch(StepRecord):
         tensors without rows."""
         if rows is None or rows < 2:
             return []
-        over_rows = [each for each in self._sums() if each.sizes[:1] == (rows,)]
+        over_rows = [each for each in self._all() if each.is_sum_over(rows)]
         averaged = [(name, value) for name, value, weight, reduce in logged if weight is None and reduce == "mean"]
         usual = (0, 1, rows)  # numbers that may be equal by chance
         return [

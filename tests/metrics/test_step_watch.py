@@ -399,6 +399,20 @@ def test_a_percentage_of_the_items_that_python_divides_is_named_beside_other_los
         assert watch.of_other_than_rows([("right", share, None, "mean")], rows=6) == text
 
 
+@pytest.mark.parametrize(
+    "compute",
+    [
+        lambda: LOGITS.square().sum() - 0.5 * LOGITS[:, :2].sum(),
+        lambda: mse_loss(LOGITS, LOGITS * 2, reduction="sum") + LOGITS[:, 0].sum(),
+    ],
+)
+def test_sums_over_rows_that_are_added_or_subtracted_are_named(compute: Any) -> None:
+    watch = StepWatch()
+    with torch.no_grad(), watch:
+        logged: list[Any] = [("loss", compute(), None, "mean")]
+    assert watch.summed(logged, rows=6) == ["loss"]
+
+
 def test_a_sum_or_mean_over_as_many_values_as_a_parameter_has_is_named_if_it_varies() -> None:
     summed, named = [], []
     watch = StepWatch()
