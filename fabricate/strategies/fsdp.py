@@ -219,7 +219,7 @@ class FSDP(Strategy):
         from torch.distributed.fsdp import fully_shard
         from torch.distributed.tensor import DTensor
 
-        from fabricate.strategies.fsdp_units import check_dtypes, kept_in_float32, refuse_sparse, select
+        from fabricate.strategies.fsdp_units import check_dtypes, kept_in_float32, marks, refuse_sparse, select
 
         _refuse_hooks(module)
         refuse_sparse(module)
@@ -228,7 +228,7 @@ class FSDP(Strategy):
         options = self._options(module, accelerator.num_processes)
         accelerator.state.fsdp_plugin.mixed_precision_policy = options["mp_policy"]
         self._broadcast_values(module)
-        set_by_script = {name: dict(vars(parameter)) for name, parameter in root.named_parameters()}
+        put_marks_back = marks(root)
         if self._division is not None:
             self._division.apply(module, self._ways)
         # FSDP cuts dimension 0, so 0-dim parameters are whole on every rank.
@@ -258,8 +258,7 @@ class FSDP(Strategy):
             return torch.empty_like(tensor, device=where) if tensor.is_meta else tensor
 
         root._apply(memory)  # type: ignore[no-untyped-call]
-        for name, parameter in root.named_parameters():  # a mark such as _no_weight_decay, by which groups are built
-            vars(parameter).update(set_by_script.get(name, {}) | vars(parameter))
+        put_marks_back()
         vars(root)["fsdp"] = (self._choices(), [name for name, _ in units])
         self._attach(root, module, units)
         # Only registers the model with Accelerate: it is placed already, and evaluation mode adds no wrapper.

@@ -150,3 +150,15 @@ def refuse_sparse(module: torch.nn.Module) -> None:
             f"strategy='fsdp' cannot add up sparse gradients, those of {', '.join(sparse)}: set sparse=False in these layers, or "
             "use strategy='ddp'"
         )
+
+
+def marks(root: torch.nn.Module) -> Callable[[], None]:
+    """The attributes that a script has set on parameters, such as `_no_weight_decay`, by which it builds groups. The returned function sets
+    them on the parameters that took their place."""
+    before = {name: dict(vars(parameter)) for name, parameter in root.named_parameters()}
+
+    def put_back() -> None:
+        for name, parameter in root.named_parameters():
+            vars(parameter).update(before.get(name, {}) | vars(parameter))
+
+    return put_back
