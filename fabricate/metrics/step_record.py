@@ -59,8 +59,8 @@ _FUNCTIONS: dict[Any, str] = {
     **dict.fromkeys((torch.reciprocal, torch.Tensor.reciprocal, torch.Tensor.__rdiv__), "1/x"),
 }
 """Functions of one number that are not linear, with their names in messages."""
-_MOST_NUMBERS, _MOST_TERMS = 10_000, 8
-"""The number of sums and means that are recorded in one batch, and of means in a sum that are followed."""
+_MOST_NUMBERS, _MOST_SUMS, _MOST_MEANS = 10_000, 1000, 8
+"""The number of sums and means that are recorded in one batch, and of sums and of means that are followed when they are added up."""
 
 
 class CrossEntropy(NamedTuple):
@@ -252,7 +252,7 @@ class StepRecord(TorchFunctionMode):
         if any(of_arg and not each for of_arg, each in zip(known, sums, strict=True)):
             return  # a mean
         terms = tuple(itertools.chain.from_iterable(each.terms or (each.sizes,) for each in sums if each))
-        if terms and len(terms) < _MOST_NUMBERS:
+        if terms and len(terms) < _MOST_SUMS:
             yield new(None, (sum(map(math.prod, terms)),), False, terms)
 
     def _remember(
@@ -309,7 +309,7 @@ def _combined(
     means = [[each for each in part if each.divisor is not None] for part in known]
     every = [*means[0], *means[1]]
     alike = {}  # a loss that is added up over many steps is one mean
-    for each in every[:_MOST_TERMS]:
+    for each in every[:_MOST_MEANS]:
         alike[id(each.divisor) if isinstance(each.divisor, torch.Tensor) else each.divisor, each.sizes] = each
     is_linear = len(_numbers(args)) + sum(map(bool, means)) == len(args) and not (is_product and all(means))
     is_mean = is_linear and len(alike) == 1 and all(each.is_mean for each in every)

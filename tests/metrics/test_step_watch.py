@@ -413,6 +413,16 @@ def test_sums_over_rows_that_are_added_or_subtracted_are_named(compute: Any) -> 
     assert watch.summed(logged, rows=6) == ["loss"]
 
 
+def test_a_long_loop_of_additions_does_not_fill_the_memory() -> None:
+    """Each partial sum holds the sizes of all of its terms."""
+    watch = StepWatch()
+    with torch.no_grad(), watch:
+        total = torch.zeros(())
+        for _ in range(2500):
+            total = total + LOGITS.sum()
+    assert max(len(each.terms) for each in watch._all()) < 1000
+
+
 def test_a_sum_or_mean_over_as_many_values_as_a_parameter_has_is_named_if_it_varies() -> None:
     summed, named = [], []
     watch = StepWatch()
