@@ -345,6 +345,8 @@ def is_over_a_part(loss: torch.Tensor, rows: int | None = None) -> bool:
     parts = parts_of(loss, rows)
     if any(_selects_one(node, rows) for node in parts):  # the mean of one value is taken for a copy
         return True
+    if any(_is_rescaled(*term, rows) for term in terms if not (rows and is_of_one_row(term[0], rows))):
+        return True
     counts = {node._saved_target.numel() for node in parts if is_mean_cross_entropy(node)}
     products = [node for node, _ in terms if operation_of(node) == "Mul" and node not in parts]
     return any(
@@ -392,14 +394,34 @@ def _is_over_a_part(node: Any, rows: int | None, counts: set[int]) -> bool:
     return bool(rows) and _Means(rows or 0, alone=False).visit(node).is_ratio
 
 
+def _is_rescaled(node: Any, divisors: list[float], rows: int | None) -> bool:
+    """Whether a term is a mean over values times weights, divided by the mean of these weights, as in `(error * mask).mean() * scale`.
+    `divisors`: the numbers by which it is divided. Waits for the device."""
+    divisors, factors = list(divisors), list[Any]()
+    if operation_of(node) == "Mul" and isinstance(factor := _weights(node), torch.Tensor) and factor.numel() == 1:
+        factors.append(factor)
+        node = before_scaling(inputs_of(node)[0], divisors)
+    factors += [1 / each for each in divisors]
+    if type(node).__name__ != "MeanBackward0" or not factors:
+        return False
+    weights, sizes = _weights(before_scaling(node.next_functions[0][0])), {_elements(node), rows}
+    if not isinstance(weights, torch.Tensor):
+        return False
+    return any(_are_normalised(weights * factor, sizes, rows) for factor in (*factors, math.prod(factors)))
+
+
 def _weights(node: Any) -> Any:
-    """The mask or weights by which `node` multiplies values, perhaps before a `where` that replaces nan, or before a division by a number
-    such as their mean; None if it does not."""
+    """The mask or weights by which `node` multiplies values, perhaps before a `where` that replaces nan, a division by a number such as
+    their mean, or a sum over each row; None if it does not."""
     if type(node).__name__ == "WhereBackward0":
         node = before_scaling(next(each for each, _ in node.next_functions if each is not None))
     if type(node).__name__ == "DivBackward0" and node.next_functions[1][0] is None and not node._saved_other.ndim:
         weights = _weights(node.next_functions[0][0])
         return None if weights is None else weights / node._saved_other
+    if type(node).__name__ == "SumBackward1" and 0 not in node._saved_dim:
+        weights, sizes = _weights(before_scaling(inputs_of(node)[0])), _summed_sizes(node)
+        is_whole = isinstance(weights, torch.Tensor) and tuple(weights.shape) == sizes
+        return weights.sum(node._saved_dim[0]) if is_whole and len(node._saved_dim) == 1 else None
     if type(node).__name__ != "MulBackward0":
         return None
     constant = [source is None for source, _ in node.next_functions]
@@ -408,9 +430,12 @@ def _weights(node: Any) -> Any:
     return node._saved_self if constant[0] else node._saved_other
 
 
-def _are_normalised(weights: Any, sizes: set[int | None]) -> bool:
-    """Whether `weights`, as many as one of `sizes`, were divided by their own mean, as in `mask /= mask.mean()`. Waits for the device."""
-    if not isinstance(weights, torch.Tensor) or not weights.is_floating_point() or weights.numel() not in sizes - {1}:
+def _are_normalised(weights: Any, sizes: set[int | None], rows: int | None = None) -> bool:
+    """Whether `weights`, as many as one of `sizes` or some for each of `rows` rows, were divided by their own mean, as in
+    `mask /= mask.mean()`. Waits for the device."""
+    if not isinstance(weights, torch.Tensor) or not weights.is_floating_point() or weights.numel() == 1:
+        return False
+    if weights.numel() not in sizes and (not rows or weights.shape[:1] != (rows,)):
         return False
     return bool((weights != 1).any()) and math.isclose(weights.mean(), 1, abs_tol=1e-5)
 

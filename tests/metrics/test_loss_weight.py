@@ -219,6 +219,41 @@ def test_ctc_loss_is_a_mean_over_rows_of_any_length(rows: int) -> None:
     assert function_of_a_mean(loss, rows) == ""
 
 
+SOME = (torch.arange(30).view(6, 5) % 3 > 0).float()
+PER_ROW = SOME.clone()
+PER_ROW[:3, 2:] = 0
+"""A mask of which rows have unequal parts."""
+
+
+@pytest.mark.parametrize(
+    ("loss", "over_a_part"),
+    [
+        (lambda: (LOGITS.square() * SOME).mean() * (SOME.numel() / SOME.sum()), True),
+        (lambda: 0.5 * (SOME.numel() / SOME.sum() * (LOGITS.square() * SOME).mean()), True),
+        (lambda: (LOGITS.square() * SOME.bool()).mean() / SOME.mean().item(), True),
+        (lambda: 0.1 * ((LOGITS.square() * SOME).mean() / SOME.mean().item()) + LOGITS.mean(), True),
+        (lambda: (LOGITS.square() * SOME).mean() * (SOME.numel() / int(SOME.sum())) + TASKS[0].log(), True),
+        (lambda: ((LOGITS.square() * PER_ROW).sum(1) / PER_ROW.sum(1).mean()).mean(), True),
+        (lambda: (LOGITS.square() * PER_ROW).sum(1).mean() / PER_ROW.sum(1).mean().item(), True),
+        (lambda: (LOGITS[:, :, None].expand(6, 5, 3).square() * SOME[..., None]).mean() / SOME.mean().item(), True),
+        (lambda: (LOGITS.square() * SOME).mean() * 2, False),  # the zeros count
+        (lambda: (LOGITS.square() * torch.ones(6, 5)).mean() / torch.ones(6, 5).mean().item(), False),
+        (lambda: (LOGITS.square() * torch.arange(5.0)).mean() / 2, False),  # a weight for each column
+        (lambda: (LOGITS.square() * SOME).sum(1).mean() / 5, False),
+    ],
+)
+def test_a_mean_that_is_divided_by_the_mean_of_its_mask_is_over_a_part(
+    loss: Callable[[], torch.Tensor], over_a_part: bool
+) -> None:
+    assert is_over_a_part(loss(), rows=6) == over_a_part
+
+
+def test_a_mean_over_rows_of_such_means_of_each_row_is_a_mean_over_rows() -> None:
+    each = [(LOGITS[i].square() * PER_ROW[i]).mean() / PER_ROW[i].mean().item() for i in range(6)]
+    assert not is_over_a_part(sum(each) / 6, rows=6)
+    assert not is_over_a_part(torch.stack(each).mean(), rows=6)
+
+
 def test_a_mean_over_values_times_a_normalised_mask_is_over_a_part() -> None:
     some = torch.arange(LOGITS.numel()).view(LOGITS.shape) % 3 > 0
     assert is_over_a_part(_masked(some))
