@@ -345,13 +345,11 @@ def is_over_a_part(loss: torch.Tensor, rows: int | None = None) -> bool:
     parts = parts_of(loss, rows)
     if any(_selects_one(node, rows) for node in parts):  # the mean of one value is taken for a copy
         return True
-    if any(_is_rescaled(*term, rows) for term in terms if not (rows and is_of_one_row(term[0], rows))):
-        return True
     counts = {node._saved_target.numel() for node in parts if is_mean_cross_entropy(node)}
     products = [node for node, _ in terms if operation_of(node) == "Mul" and node not in parts]
-    return any(
-        _is_over_a_part(node, rows, counts) for node in parts + products if not (rows and is_of_one_row(node, rows))
-    )
+    several = [node for node in parts + products if not is_of_one_row(node, rows)]
+    rescaled = (_is_rescaled(*term, rows) for term in terms if term[0] in several)
+    return any(_is_over_a_part(node, rows, counts) for node in several) or any(rescaled)
 
 
 def _leaves_rows_out(terms: list[tuple[Any, list[float]]], rows: int) -> bool:
@@ -397,11 +395,10 @@ def _is_over_a_part(node: Any, rows: int | None, counts: set[int]) -> bool:
 def _is_rescaled(node: Any, divisors: list[float], rows: int | None) -> bool:
     """Whether a term is a mean over values times weights, divided by the mean of these weights, as in `(error * mask).mean() * scale`.
     `divisors`: the numbers by which it is divided. Waits for the device."""
-    divisors, factors = list(divisors), list[Any]()
+    factors: list[Any] = [1 / each for each in divisors]
     if operation_of(node) == "Mul" and isinstance(factor := _weights(node), torch.Tensor) and factor.numel() == 1:
         factors.append(factor)
-        node = before_scaling(inputs_of(node)[0], divisors)
-    factors += [1 / each for each in divisors]
+        node = before_scaling(inputs_of(node)[0])
     if type(node).__name__ != "MeanBackward0" or not factors:
         return False
     weights, sizes = _weights(before_scaling(node.next_functions[0][0])), {_elements(node), rows}
@@ -418,16 +415,22 @@ def _weights(node: Any) -> Any:
     if type(node).__name__ == "DivBackward0" and node.next_functions[1][0] is None and not node._saved_other.ndim:
         weights = _weights(node.next_functions[0][0])
         return None if weights is None else weights / node._saved_other
-    if type(node).__name__ == "SumBackward1" and 0 not in node._saved_dim:
-        weights, sizes = _weights(before_scaling(inputs_of(node)[0])), _summed_sizes(node)
-        is_whole = isinstance(weights, torch.Tensor) and tuple(weights.shape) == sizes
-        return weights.sum(node._saved_dim[0]) if is_whole and len(node._saved_dim) == 1 else None
+    if type(node).__name__ == "SumBackward1":
+        return _summed_weights(node)
     if type(node).__name__ != "MulBackward0":
         return None
     constant = [source is None for source, _ in node.next_functions]
     if True not in constant:  # a saved tensor is read for a mask only: reading may compute an activation again
         return None
     return node._saved_self if constant[0] else node._saved_other
+
+
+def _summed_weights(node: Any) -> Any:
+    """The sums over each row of the weights by which the values were multiplied that `node` sums over each row; None if they were not."""
+    weights, dims = _weights(before_scaling(inputs_of(node)[0])), node._saved_dim
+    if not isinstance(weights, torch.Tensor) or tuple(weights.shape) != _summed_sizes(node):
+        return None
+    return None if 0 in dims or len(dims) > 1 else weights.sum(dims[0])
 
 
 def _are_normalised(weights: Any, sizes: set[int | None], rows: int | None = None) -> bool:

@@ -157,8 +157,10 @@ def is_mean_cross_entropy(node: Any) -> bool:
     return type(node).__name__ in _CROSS_ENTROPIES and node._saved_reduction == MEAN
 
 
-def is_of_one_row(node: Any, rows: int) -> bool:
+def is_of_one_row(node: Any, rows: int | None) -> bool:
     """Whether a result is computed from one of `rows` rows, as in a loop over rows: within `_NEAR_ROW` operations a row is selected."""
+    if not rows:
+        return False
     for _ in range(_NEAR_ROW):
         if _selects_a_row(node, rows):
             return True

@@ -59,6 +59,15 @@ _FUNCTIONS: dict[Any, str] = {
     **dict.fromkeys((torch.reciprocal, torch.Tensor.reciprocal, torch.Tensor.__rdiv__), "1/x"),
 }
 """Functions of one number that are not linear, with their names in messages."""
+_STATISTICS: dict[Any, str] = {
+    **dict.fromkeys((torch.norm, torch.Tensor.norm, torch.linalg.norm, torch.linalg.vector_norm), "norm"),
+    **dict.fromkeys((torch.std, torch.Tensor.std), "std"),
+    **dict.fromkeys((torch.var, torch.Tensor.var), "var"),
+    **dict.fromkeys((torch.logsumexp, torch.Tensor.logsumexp), "logsumexp"),
+}
+"""Functions of means of a tensor that are not linear, with their names in messages."""
+_DESCRIBED = frozenset({*_FUNCTIONS, *_STATISTICS, *_SCALING, *_ADDITIONS})
+"""The functions whose result may be a non-linear function of what a step computes."""
 _MOST_NUMBERS, _MOST_SUMS, _MOST_MEANS = 10_000, 1000, 8
 """The number of sums and means that are recorded in one batch, and of sums and of means that are followed when they are added up."""
 
@@ -152,7 +161,8 @@ class StepRecord(TorchFunctionMode):
         """By the id of the result: sums, means, and means to which numbers or other means were added, or which were multiplied by numbers.
         An entry holds its result, so that the id is not used again."""
         self._functions: dict[int, tuple[Reduced, str]] = {}
-        """By the id of the result: non-linear functions of means, perhaps scaled, with the name of the function."""
+        """By the id of the result: non-linear functions of means, perhaps scaled, with the name of the function. `is_mean`: whether
+        the mean was computed by itself, and not inside of the function. `terms`: the sizes of the factors of a product."""
 
     def __enter__(self) -> Self:
         self._found, self._reduced, self._functions = [], {}, {}
@@ -208,14 +218,28 @@ class StepRecord(TorchFunctionMode):
             self._reduced[id(result)] = described
 
     def _describe_function(self, new: Callable[..., Reduced], func: Callable[..., Any], args: tuple[Any, ...]) -> None:
-        """Record the result of `func` if it is a non-linear function of a mean, or a multiple or sum of such functions."""
-        if len(self._functions) >= _MOST_NUMBERS or not (func in _FUNCTIONS or func in _SCALING or func in _ADDITIONS):
+        """Record the result of `func` if it is a non-linear function of means, or a multiple or sum of such functions."""
+        if len(self._functions) >= _MOST_NUMBERS or func not in _DESCRIBED:
             return
-        sizes = self._sizes_of_means(args[0]) if func in _FUNCTIONS else []
-        of = [(new(None, each), _FUNCTIONS[func]) for each in sizes]
-        if len(_numbers(args[:2])) == len(args[:2]) - 1:  # a sum of functions may be one over rows
-            of += [(new(None, each.sizes), name) for each, name in map(self._function, args[:2]) if each]
+        of = []
+        if func in _FUNCTIONS:
+            of = [(new(None, each, is_mean=True), _FUNCTIONS[func]) for each in self._sizes_of_means(args[0])]
+        elif func in _STATISTICS and args[0].numel() > 1:
+            of = [(new(None, tuple(args[0].shape)), _STATISTICS[func])]
+        elif func in _PRODUCTS and all(means := [self._sizes_of_means(arg)[:1] for arg in args[:2]]):
+            of = [(new(None, (), terms=tuple(itertools.chain(*means))), "product")]
+        of += self._function_of_functions(new(None, ()), func, args[:2])
         self._functions |= {id(each.result): (each, name) for each, name in of[:1]}
+
+    def _function_of_functions(
+        self, new: Reduced, func: Callable[..., Any], args: tuple[Any, ...]
+    ) -> Iterator[tuple[Reduced, str]]:
+        """What the result `new` of `func` is, if one of `args` is a non-linear function of means. A sum of such functions may be one over
+        rows, and the square of a norm is one."""
+        if func in _DIVISIONS or (len(_numbers(args)) == len(args) - 1 and _FUNCTIONS.get(func) != "pow"):
+            for each, name in map(self._function, args):
+                if each:
+                    yield each._replace(result=new.result, version=new.version), name
 
     def _forget_changed(self, result: torch.Tensor, version: int | None) -> None:
         """Forget what the argument and result of a function is, unless at most this function changed it."""

@@ -51,10 +51,17 @@ class StepWatch(StepRecord):
         for name, value, weight, reduce in logged:
             if weight is None and reduce == "mean" and isinstance(value, torch.Tensor):
                 for each, function in self._functions.values():
-                    size = math.prod(each.sizes)
-                    if each.is_in(value) and (size not in others or size == rows or self._varies(name, value)):
+                    if each.is_in(value) and self._is_of_the_batch(each, name, value, rows, others):
                         return f"{name!r} as a non-linear function ({function}) of a mean over the batch"
         return ""
+
+    def _is_of_the_batch(self, each: Reduced, name: str, value: Any, rows: int, others: Collection[int]) -> bool:
+        """Whether the metric `value` is computed from the batch of `rows` rows. Waits for the device for some sizes."""
+        sizes = {math.prod(tensor) for tensor in each.terms or (each.sizes,)}
+        may_be_constant = sizes.issubset(others) and rows not in sizes
+        if each.is_mean:
+            return not may_be_constant or self._varies(name, value)
+        return not may_be_constant and not any(size % rows for size in sizes) and self._varies(name, value)
 
     def weigh(self, logged: list[Any], rows: int | None = None) -> torch.Tensor | None:
         """Add weights to the entries of `logged` (name, value, weight, reduce): to a recorded cross-entropy its own weight; then, to a mean

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import math
 import random
 from collections.abc import Callable
 from typing import Any
@@ -240,6 +241,19 @@ FUNCTIONS: dict[str, Callable[[torch.Tensor], Any]] = {
     "half a root": lambda error: {"rmse": 1 - error.square().mean().sqrt() / 2},
     "exponential": lambda error: {"growth": 2 ** error.square().mean()},
     "perplexity": lambda error: {"perplexity": cross_entropy(error.expand(-1, 3), error.sign()[:, 0].long() + 1).exp()},
+    "norm": lambda error: {"error": torch.norm(error)},
+    "relative norm": lambda error: {"error": torch.linalg.norm(error) / torch.linalg.norm(error - 1)},
+    "relative mean": lambda error: {"r2": 1 - error.square().mean() / error.var(correction=0)},
+    "sum of exponentials": lambda error: {"entropy": error.logsumexp((0, 1)) - math.log(error.numel())},
+    "product": lambda error: {"product": error.abs().mean() * error.square().mean()},
+    "square": lambda error: {"bias": error.mean() * error.mean()},
+    "square of a norm": lambda error: {"mse": torch.norm(error).pow(2) / error.numel()},
+    "norm of a constant": lambda error: {"norm": torch.ones(8, 3).norm(), "mse": error.square().mean()},
+    "norm times a mean": lambda error: {"scaled": torch.ones(7).norm() * error.square().mean()},
+    "mean of norms in a loop": lambda error: {"error": sum(torch.norm(row) for row in error) / len(error)},
+    "mean of relative norms in a loop": lambda error: {
+        "error": sum(row.norm() / (row - 1).norm() for row in error) / len(error)
+    },
     "mean": lambda error: {"mse": error.square().mean(), "loss": error.abs().mean() * 2},
     "weighed": lambda error: {"rmse": error.square().mean().sqrt(), "weight": 1},
     "shares": lambda error: {"accuracy": 0.5, "other": 0 * error.mean() + torch.full((4,), 0.25).mean()},
@@ -256,6 +270,11 @@ WITHOUT = (
     "mean",
     "weighed",
     "mean of roots",
+    "mean of norms in a loop",
+    "mean of relative norms in a loop",
+    "norm of a constant",
+    "norm times a mean",
+    "square of a norm",
     "mean of functions in a loop",
     "mean of functions, in place",
     "shares",
