@@ -187,7 +187,7 @@ class Events:
         called first, so that the values it logs are in `metrics` when the plugins are called. Values that a plugin logs are added after
         all plugins ran. A value that is written into `metrics` directly must be the same on every rank; otherwise it is an error. For
         metrics that need all rows at once, use `TrainModule.compute_metrics`. The torchmetrics objects that steps logged can be
-        computed here; they are reset afterwards (and before each further data set, so that they have the rows of the last one)."""
+        computed here; they are reset afterwards. One that several data sets use has the rows of the last of them."""
 
     @hookspec
     def on_save(self, trainer: Any, module: Any, state: MutableMapping[str, Any]) -> None:

@@ -262,13 +262,13 @@ def snapshot_torchmetrics(module: torch.nn.Module) -> Callable[[], None]:
 
 
 class SetApart:
-    """Torchmetrics objects and collections that have their counts of the training before and after an evaluation, but not during it."""
+    """Torchmetrics objects and collections whose counts are kept while the objects are used for something else."""
 
     def __init__(self, metrics: Iterable[Any]) -> None:
         self._kept = {id(metric): (metric, snapshot_torchmetrics(metric)) for metric in metrics}
 
     def reset(self) -> None:
-        """Let the evaluation begin without counts."""
+        """Let something else begin without counts."""
         for metric, _ in self._kept.values():
             metric.reset()
 
@@ -278,10 +278,12 @@ class SetApart:
             restore()
 
     def put_back_unused(self, used: Collection[str], module: torch.nn.Module) -> None:
-        """Restore the counts of objects in `module` that are not among those `used` in the evaluation, by their paths."""
+        """Restore the counts of objects that have no new ones: in `module` those that are not among `used`, the paths of those that have
+        new ones on some rank."""
         for metric, restore in self._kept.values():
             path = path_inside(module, metric)
-            if path is not None and not any(name == path or name.startswith(f"{path}.") for name in used):
+            new = updated(metric) if path is None else [each for each in used if f"{each}.".startswith(f"{path}.")]
+            if not new:
                 restore()
 
 

@@ -540,3 +540,56 @@ def test_a_resumed_end_of_an_epoch_computes_the_objects_of_that_epoch_and_the_ne
     metrics = fit(ComputesInHooks(), max_epochs=2, **arguments).metrics
     assert {name: metrics[name] for name in _COMPUTED} == pytest.approx(_COMPUTED)
     assert [value for *_, value in lines(tmp_path, "again")] == pytest.approx([3.5 / 8] * 2)
+
+
+class OfSeveralSets(Regression):
+    """An object for each data set, as in Lightning's examples with several loaders, and one that they share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = torch.nn.ModuleDict({"low": torchmetrics.MeanMetric(), "high": torchmetrics.MeanMetric()})
+        self.shared = torchmetrics.MeanMetric()
+
+    def validation_step(self, batch: Any) -> Any:
+        for name, metric in {"own": self.own[self.trainer.data_set], "shared": self.shared}.items():
+            metric.update(batch[1])
+            self.log(name, metric)
+        return {"loss": super().training_step(batch)}
+
+    def on_eval_end(self) -> None:
+        values = {name: metric.compute() for name, metric in self.own.items()}
+        self.log("lowest", values["low"])
+        self.log("highest", values["high"])
+        self.log("span", values["high"] - values["low"])
+        self.log("last", self.shared.compute())
+
+
+def compute_of_several_sets() -> list[dict[str, float]]:
+    strategy = "ddp" if torch.distributed.is_initialized() else "single"
+    module = OfSeveralSets()
+    val = {"low": ROWS[:3], "high": ROWS[3:]}
+    first = fit(module, val=val, validate_every=2, strategy=strategy).metrics
+    return [first, Trainer(strategy=strategy, progress=False).validate(module, val)]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_hook_at_the_end_may_compute_the_objects_of_each_of_several_data_sets(ranks: int) -> None:
+    low, high = (sum(float(row[1]) for row in rows) / len(rows) for rows in (ROWS[:3], ROWS[3:]))
+    expected = {"val_low_own": low, "val_high_own": high, "val_low_shared": low, "val_high_shared": high}
+    expected |= {"val_lowest": low, "val_highest": high, "val_span": high - low, "val_last": high}
+    everyone = run_ranks(compute_of_several_sets, ranks) if ranks > 1 else [compute_of_several_sets()]
+    for results in everyone:
+        for metrics in results:
+            assert {name: metrics[name] for name in expected} == pytest.approx(expected)
+
+
+def test_objects_outside_of_the_module_have_the_rows_of_their_data_set_too() -> None:
+    class InAList(OfSeveralSets):
+        def __init__(self) -> None:
+            super().__init__()
+            del self.own
+            object.__setattr__(self, "own", {name: torchmetrics.MeanMetric() for name in ("low", "high")})
+
+    val = {"low": ROWS[:3], "high": ROWS[3:]}
+    metrics = Trainer(progress=False).validate(InAList(), val)
+    assert metrics["val_span"] == pytest.approx(metrics["val_high_own"] - metrics["val_low_own"])

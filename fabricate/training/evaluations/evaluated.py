@@ -6,11 +6,11 @@ Owns the names of metrics. Must not know: how steps are run (`evaluation`).
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from fabricate.errors import ConfigurationError
 from fabricate.metrics.reduction import Metrics, one_number
-from fabricate.metrics.torchmetrics_objects import path_inside
+from fabricate.metrics.torchmetrics_objects import SetApart, path_inside
 from fabricate.training.state.run_state import Run
 
 
@@ -29,8 +29,10 @@ class Evaluated:
         """The metrics by name. Hooks receive this mapping and may write into it; `check` then compares the ranks."""
         self._own: dict[str, float] = {}
         self._hooks = new_metrics(run)
-        self._finished = self._hooks
+        self._finished = new_metrics(run)
         """Those of the data set that was evaluated last."""
+        self._apart: list[SetApart] = []
+        """The torchmetrics objects of the data sets before."""
 
     def add(self, metrics: Mapping[str, float], data_set: str = "") -> None:
         """Add `metrics` under the names that steps use. All ranks, with the same values."""
@@ -61,8 +63,20 @@ class Evaluated:
         self._finished = metrics
         return finish_metrics(self._run, metrics)
 
+    def set_apart(self) -> None:
+        """Take the counts out of the torchmetrics objects of the data set that was evaluated last, because the next one may use them."""
+        self._apart.append(SetApart(self._finished.objects.values()))
+        self._apart[-1].reset()
+
+    def put_back_unused(self, used: Collection[str]) -> None:
+        """Restore the counts of objects that no later data set used; `used`: the paths of those that have counts on some rank."""
+        for apart in self._apart:
+            apart.put_back_unused(used, self._run.module)
+
     def release(self) -> None:
-        """Reset the torchmetrics objects of the data set that was evaluated last, before those of the next, or at the end."""
+        """Reset the torchmetrics objects of all data sets, at the end."""
+        for apart in self._apart:
+            apart.reset()
         self._finished.release()
 
     def take(self) -> None:

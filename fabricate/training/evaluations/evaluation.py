@@ -178,15 +178,16 @@ def evaluate(run: Run, sources: Mapping[str, Source], stage: str, most: int | No
             evaluated.take()
         training.reset()
         for name, source in sources.items():
-            evaluated.release()
+            evaluated.set_apart()
             run.now.data_set = name
             evaluated.add(_evaluate_source(run, source, stage, most, evaluated), name)
         run.now.data_set = ""
         _after_forwards(run, stage)
         run.journal.latest |= evaluated.metrics
         if calls.on_eval_end is not None:
-            used = itertools.chain.from_iterable(run.engine.gather_json(updated(module)))
-            training.put_back_unused(set(used), module)
+            used = set(itertools.chain.from_iterable(run.engine.gather_json(updated(module))))
+            training.put_back_unused(used, module)
+            evaluated.put_back_unused(used)
             run.now.evaluated = evaluated
             calls.on_eval_end(trainer, module, stage, evaluated.metrics)
             run.now.evaluated = None
