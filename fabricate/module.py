@@ -536,6 +536,17 @@ def overrides(module: TrainModule, method: str) -> bool:
     return getattr(type(module), method) is not getattr(TrainModule, method)
 
 
+def writes_itself(module: TrainModule) -> bool:
+    """Whether the class of `module` has an `export(self, path)` that writes RUN_DIR/model/, and not a helper of this name."""
+    if not overrides(module, "export"):
+        return False
+    try:
+        inspect.signature(module.export).bind(Path())
+    except TypeError:
+        return False
+    return True
+
+
 def step_function(module: TrainModule, stage: str) -> Callable[[Any, int], Any]:
     """The module's step for `stage` ("train", "validate", ...) as a function of (batch, batch_idx). The signature is checked here, once."""
     method = STEPS[stage]

@@ -10,7 +10,7 @@ from pathlib import Path
 from fabricate.errors import ConfigurationError
 from fabricate.launch.commands import tell_preempted
 from fabricate.model.export import export_model
-from fabricate.module import overrides, refusing_logs
+from fabricate.module import refusing_logs, writes_itself
 from fabricate.training.evaluations.evaluation import validate
 from fabricate.training.reports.log_lines import log_rest
 from fabricate.training.saves import choosing, resuming, saving
@@ -131,7 +131,7 @@ def write_model(run: Run, final: Path) -> None:
         shutil.rmtree(staging, ignore_errors=True)
         staging.mkdir(parents=True)
     run.engine.barrier()
-    if overrides(run.module, "export"):
+    if writes_itself(run.module):
         run.module.export(staging)
     else:
         export_model(run.module, run.engine.strategy, staging, main=run.engine.rank == 0)

@@ -34,7 +34,7 @@ from fabricate.model.building import eval_modes
 from fabricate.model.export import notes_of_export
 from fabricate.model.host_memory import host_memory
 from fabricate.model.memory import Need, need, outline
-from fabricate.module import overrides, takes_turns
+from fabricate.module import TrainModule, overrides, takes_turns, writes_itself
 from fabricate.optim.configured import configured
 from fabricate.optim.optimizers import (
     configured_optimizers,
@@ -295,9 +295,18 @@ def _plan(run: Run, resolved: Resolved, data: Data) -> Plan:
     engine.prepare_optimizers(optim.optimizers)
     resolved = dataclasses.replace(resolved, seed=(run.source.seed, resolved.seed[1]))
     run.notes.extend([*unsaved_notes(run), *_repeated(run)])
-    if run.run_dir is not None and not overrides(module, "export"):
-        run.notes.extend(notes_of_export(module, engine.strategy))
+    if run.run_dir is not None and not writes_itself(module):
+        run.notes.extend([*_unused_export(module), *notes_of_export(module, engine.strategy)])
     return make_plan(run.settings, resolved, module, data, optim.optimizers, optim.schedules, run.notes, needed)
+
+
+def _unused_export(module: TrainModule) -> Iterator[str]:
+    """A note if the module has a helper called `export`."""
+    if overrides(module, "export"):
+        yield (
+            f"{type(module).__name__}.export takes other arguments than (path), so RUN_DIR/model/ is written as without it. To write "
+            "these files yourself, define export(self, path)"
+        )
 
 
 def _repeated(run: Run) -> Iterator[str]:

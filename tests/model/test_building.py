@@ -753,3 +753,16 @@ def test_a_head_that_the_exported_model_leaves_out_is_named_before_the_first_ste
     Trainer(max_steps=1, progress=False, run_dir=tmp_path).fit(kind(head), rows, batch_size=2)
     text = "RUN_DIR/model/ will hold the transformers model GPT2Model alone, without head.weight, head.bias, which are in checkpoints"
     assert capsys.readouterr().out.count(text) == notes
+
+
+def test_a_helper_of_the_module_that_is_called_export_writes_no_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Helps(Classifies):
+        def export(self, path: Path, *, opset: int) -> None:
+            raise AssertionError("called by fit")
+
+    rows = TensorDataset(torch.zeros(4, 3, dtype=torch.long))
+    Trainer(max_steps=1, progress=False, run_dir=tmp_path).fit(Helps(False), rows, batch_size=2)
+    assert (tmp_path / "model" / "config.json").is_file()
+    assert "Helps.export takes other arguments than (path)" in capsys.readouterr().out
