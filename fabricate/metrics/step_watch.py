@@ -49,11 +49,27 @@ class StepWatch(StepRecord):
         """A description of an entry of `logged` that is a non-linear function of a mean over the batch of `rows` rows, such as its root; ""
         if there is none. `others`: the sizes of tensors without rows."""
         for name, value, weight, reduce in logged:
-            if weight is None and reduce == "mean" and isinstance(value, torch.Tensor):
+            if weight is None and reduce == "mean":
                 for each, function in self._functions.values():
                     if each.is_in(value) and self._is_of_the_batch(each, name, value, rows, others):
                         return f"{name!r} as a non-linear function ({function}) of a mean over the batch"
         return ""
+
+    def of_unknown_origin(self, logged: list[Any], rows: int) -> list[str]:
+        """The names of Python numbers in `logged` that are not known as a sum or mean that torch computed, or as a share of the `rows` or
+        labels of the batch, such as F1. Each is inspected where its value differs from that in the first batch; empty if enough batches
+        were inspected. Waits for the device."""
+        if self._looks <= 0:
+            return []
+        counts = {rows, *(int(each.over.labels) for each in self._found)}
+        results = [float(each.result) for each in self._all() if each.is_unchanged()]
+        return [
+            name
+            for name, value, weight, reduce in logged
+            if weight is None and reduce == "mean" and type(value) is float and self._varies(name, value)
+            if not any(_is_whole(value * count) for count in counts)
+            if not any(_is_quotient(value, result) for result in results)
+        ]
 
     def _is_of_the_batch(self, each: Reduced, name: str, value: Any, rows: int, others: Collection[int]) -> bool:
         """Whether the metric `value` is computed from the batch of `rows` rows. Waits for the device for some sizes."""
@@ -328,6 +344,17 @@ class StepWatch(StepRecord):
                 if math.isclose(value * divisor, number) or math.isclose(value * divisor, 100 * number):
                     return divisor
         return None
+
+
+def _is_whole(number: float) -> bool:
+    """Whether a number is a whole one of at least 1, up to rounding."""
+    return round(number) >= 1 and math.isclose(number, round(number), rel_tol=1e-6)
+
+
+def _is_quotient(value: float, result: float) -> bool:
+    """Whether `value` is `result` divided by a whole number, its difference from 1, or one of these in percent."""
+    parts = (value, 1 - value, value / 100, 1 - value / 100)
+    return any(_is_whole(abs(result / part)) for part in parts if part)
 
 
 def _per_row(sums: Iterable[Reduced], rows: int) -> list[float]:

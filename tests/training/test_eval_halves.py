@@ -241,6 +241,7 @@ FUNCTIONS: dict[str, Callable[[torch.Tensor], Any]] = {
     "half a root": lambda error: {"rmse": 1 - error.square().mean().sqrt() / 2},
     "exponential": lambda error: {"growth": 2 ** error.square().mean()},
     "perplexity": lambda error: {"perplexity": cross_entropy(error.expand(-1, 3), error.sign()[:, 0].long() + 1).exp()},
+    "root as a number": lambda error: {"rmse": error.square().mean().sqrt().item()},
     "norm": lambda error: {"error": torch.norm(error)},
     "relative norm": lambda error: {"error": torch.linalg.norm(error) / torch.linalg.norm(error - 1)},
     "relative mean": lambda error: {"r2": 1 - error.square().mean() / error.var(correction=0)},
@@ -294,3 +295,38 @@ def test_a_function_of_a_mean_gets_a_note_in_every_evaluation_of_several_batches
     Trainer(progress=False).test(Measures(), ROWS, batch_size=batch_size)
     noted = "of a mean over the batch, so its mean over batches depends on the batch size" in capsys.readouterr().err
     assert noted == (batch_size == 2 and gives not in WITHOUT)
+
+
+def _f1(error: torch.Tensor) -> float:
+    found, right = (error > 0.2).numpy(), (error.roll(1, 1) > 0.4).numpy()
+    return float(2 * (found & right).sum() / (found.sum() + right.sum()))
+
+
+NUMBERS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "root": lambda error: {"rmse": math.sqrt(error.square().mean().item())},
+    "signal to noise": lambda error: {"psnr": 10 * math.log10(1 / error.square().mean().item())},
+    "perplexity": lambda error: {"ppl": math.exp(cross_entropy(error, error[:, 0].gt(0).long()).item())},
+    "f1": lambda error: {"f1": _f1(error)},
+    "by numpy": lambda error: {"rmse": float(numpy.sqrt(numpy.square(error.numpy()).mean()))},
+    "mean": lambda error: {"mae": error.abs().mean().item()},
+    "one minus a mean": lambda error: {"score": 1 - error.abs().mean().item()},
+    "sum over a number": lambda error: {"mae": error.abs().sum().item() / error.numel(), "percent": 25.0},
+    "share": lambda error: {"accuracy": float(numpy.mean(error.numpy()[:, 0] > 0)), "loss": error.abs().mean()},
+    "percentage": lambda error: {"accuracy": 100 * (error[:, 0] > 0).float().mean().item()},
+    "weighed": lambda error: {"rmse": math.sqrt(error.square().mean().item()), "weight": len(error)},
+    "constant": lambda error: {"rate": 0.0123},
+}
+
+
+@pytest.mark.parametrize("gives", NUMBERS)
+@pytest.mark.parametrize("batch_size", [1, 3, 8])
+def test_a_number_that_torch_did_not_compute_gets_a_note_outside_of_a_fit(
+    gives: str, batch_size: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Measures(Regression):
+        def test_step(self, batch: Any) -> Any:
+            return NUMBERS[gives](batch[1] * torch.linspace(-1, 1, 8) + torch.arange(8.0).cos())
+
+    Trainer(progress=False).test(Measures(), ROWS, batch_size=batch_size)
+    noted = capsys.readouterr().err.count("as a number that torch did not compute, so it is not known whether")
+    assert noted == (batch_size == 3 and list(NUMBERS).index(gives) < 5)

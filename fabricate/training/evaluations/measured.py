@@ -135,6 +135,8 @@ class MeasuredSteps:
         self._note(_about_sums(self._stage, watch.summed(logged, came, self._other_sizes)))
         if came is not None and came > 1 and came != self._whole:
             self._note_function(watch.function_of_a_mean(logged, came, self._other_sizes))
+            if self._run.source is None:  # a fit compares halves of a batch instead
+                self._note(_about_numbers(self._stage, watch.of_unknown_origin(logged, came)))
         weight = watch.weigh(logged, came) if self._by_labels else None
         if weight is None and not any(own is None and reduce == "mean" for _, _, own, reduce in logged):
             return rows_in(item)  # no metric has the weight of its batch
@@ -329,6 +331,17 @@ def _about_sums(stage: str, names: list[str]) -> str:
     return (
         f"{STEPS[stage]} gives {few(names)} as a sum over the rows of a batch, and metrics are averaged: the result is the mean of the "
         f"sums. Log the mean instead, or add the sums up: self.log({names[0]!r}, value, reduce='sum')"
+    )
+
+
+def _about_numbers(stage: str, names: list[str]) -> str:
+    """A note about metrics that were computed outside of torch; "" if there are none."""
+    if not names:
+        return ""
+    return (
+        f"{STEPS[stage]} gives {few(names)} as a number that torch did not compute, so it is not known whether the mean over batches is "
+        "that of all rows. If it is a mean over rows, return 'weight' too, the number of rows. Otherwise compute it once from all rows: "
+        "return 'outputs' and define compute_metrics, or log a torchmetrics object"
     )
 
 
