@@ -340,8 +340,8 @@ def _about_numbers(stage: str, names: list[str]) -> str:
         return ""
     return (
         f"{STEPS[stage]} gives {few(names)} as a number that torch did not compute, so it is not known whether the mean over batches is "
-        "that of all rows. If it is a mean over rows, return 'weight' too, the number of rows. Otherwise compute it once from all rows: "
-        "return 'outputs' and define compute_metrics, or log a torchmetrics object"
+        "that of all rows. If it is a mean over rows, say so: self.log(name, value, weight=the number of rows). Otherwise compute it "
+        "once from all rows: return 'outputs' and define compute_metrics, or log a torchmetrics object"
     )
 
 
