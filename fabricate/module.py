@@ -249,7 +249,7 @@ class TrainModule(torch.nn.Module, Listener):
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """`validation_step(self, batch)`: a mapping of metrics (with "weight", as above, and "outputs" for `compute_metrics`),
-        or None. It runs without grad, in eval mode."""
+        one number, which is the metric "loss" if the step logs none, or None. It runs without grad, in eval mode."""
         raise ConfigurationError(f"{type(self).__name__} has no validation_step; define validation_step(self, batch)")
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:

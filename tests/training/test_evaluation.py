@@ -599,3 +599,28 @@ def test_a_step_that_takes_parts_out_of_its_batch_gets_the_weight_of_its_rows(si
     trainer = Trainer(progress=False)
     assert trainer.validate(Taking(), rows, batch_size=size)["val_x"] == pytest.approx(50.0)
     assert len(trainer.predict(Taking(), rows, batch_size=size)) == 13
+
+
+@pytest.mark.parametrize(
+    "log",
+    [
+        lambda module, loss: loss,
+        lambda module, loss: float(loss),
+        lambda module, loss: module.log("val_loss", loss) or loss,
+        lambda module, loss: module.log("loss", loss) or {"loss": loss},
+        lambda module, loss: module.log("loss", float(loss)) or {"val_loss": float(loss)},
+        lambda module, loss: module.log("loss", loss) or loss * 2,  # as in Lightning, what is logged counts
+    ],
+)
+def test_a_validation_step_may_return_its_loss_alone_and_may_log_it_too(log: Any) -> None:
+    class Returns(Regression):
+        def validation_step(self, batch: Any) -> Any:
+            return log(self, self.training_step(batch))
+
+    def test_step(self: Any, batch: Any) -> Any:
+        return {"loss": self.training_step(batch)}
+
+    Returns.test_step = test_step  # type: ignore[method-assign]
+    module, trainer = Returns(), Trainer(progress=False)
+    validated = trainer.validate(module, ROWS, batch_size=3)
+    assert validated == {"val_loss": trainer.test(module, ROWS, batch_size=3)["test_loss"]}

@@ -466,7 +466,7 @@ class NoStep(Regression):
 @pytest.mark.parametrize(
     ("returned", "plugins", "message"),
     [
-        (torch.ones(()), (), "validation_step returned Tensor; return a mapping of metrics"),
+        (torch.ones(2), (), "validation_step returned Tensor; return a mapping of metrics"),
         ({"loss": torch.ones(2)}, (), r"a metric is one number, this tensor has shape \(2,\)"),
         (
             {"loss": 1.0},

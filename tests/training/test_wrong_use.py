@@ -326,8 +326,8 @@ def test_empty_validation_data_is_refused() -> None:
 
 
 def test_a_validation_step_that_returns_no_mapping_is_an_error() -> None:
-    module = wrong_module(validation_step=lambda self, batch: self.loss(batch))
-    message = "Wrong.validation_step returned Tensor; return a mapping of metrics, or nothing"
+    module = wrong_module(validation_step=lambda self, batch: self.loss(batch).expand(2))
+    message = "Wrong.validation_step returned Tensor; return a mapping of metrics, the loss as one number, or nothing"
     refused(message, module=module, val=ROWS[:2], validate_first=True)
 
 

@@ -279,22 +279,41 @@ def _rows_seen(item: EvalBatch) -> int | None:
 
 
 def log_output(module: TrainModule, output: Any, stage: str) -> Any:
-    """Log the metrics that a step returned, in addition to those it logged itself. Returns the weight that the step returned, or None."""
+    """Log the metrics that a step returned, in addition to those it logged itself. One number alone is the loss, unless the step logged
+    one. Returns the weight that the step returned, or None."""
     if output is None:
         return None
     step, prefix = f"{type(module).__name__}.{STEPS[stage]}", prefix_of(stage)
+    logged = {name.removeprefix(prefix): value for name, value, *_ in module._logged}
+    if isinstance(output, float) or (isinstance(output, torch.Tensor) and not output.ndim):
+        output = {} if "loss" in logged else {"loss": output}
     if not isinstance(output, Mapping):
-        raise ConfigurationError(f"{step} returned {type(output).__name__}; return a mapping of metrics, or nothing")
-    logged = {name.removeprefix(prefix): "logs it too" for name, *_ in module._logged}
+        raise ConfigurationError(
+            f"{step} returned {type(output).__name__}; return a mapping of metrics, the loss as one number, or nothing"
+        )
+    returned: dict[str, str] = {}
     with _in_evaluation_step(module):
         for key, value in output.items():
-            if (name := key.removeprefix(prefix)) in logged:
-                raise ConfigurationError(f"{step} returns {key!r} and {logged[name]}; use one of the two")
+            name = key.removeprefix(prefix)
+            if name in returned:
+                raise ConfigurationError(
+                    f"{step} returns {key!r} and {returned[name]!r}, which is the same name; use one of the two"
+                )
+            if name in logged and not _is_same(logged[name], value):
+                raise ConfigurationError(f"{step} returns {key!r} and logs it too; use one of the two")
             if key not in ("weight", "outputs"):
-                module.log(key, value)
-                logged[name] = f"{key!r}, which is the same name"
+                returned[name] = key
+                if name not in logged:
+                    module.log(key, value)
     weight = output.get("weight")
     return None if weight is None else one_weight(weight)
+
+
+def _is_same(logged: Any, returned: Any) -> bool:
+    """Whether a step logged what it returned: the same tensor or object, or the same number on the host."""
+    if isinstance(logged, torch.Tensor) and isinstance(returned, torch.Tensor):
+        return logged.data_ptr() == returned.data_ptr()
+    return logged is returned or (type(logged) is type(returned) is float and logged == returned)
 
 
 def _about_rows(run: Run, stage: str, batch: Any, computed: str, one_per_row: bool) -> str:
