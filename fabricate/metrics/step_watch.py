@@ -305,7 +305,7 @@ class StepWatch(StepRecord):
                 return "a cross-entropy with class weights"
             if int(count.labels) < elements:
                 return f"a cross-entropy that counts {int(count.labels)} of {elements} labels"
-            if rows and elements % rows:
+            if rows and elements % rows and not (elements == 1 and len(self._found) % rows == 0):  # one for each row
                 return f"a cross-entropy of {elements} labels for {rows} rows"
         averaged = [(name, value) for name, value, weight, reduce in logged if weight is None and reduce == "mean"]
         found = (

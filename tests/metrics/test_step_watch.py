@@ -508,6 +508,14 @@ def test_what_is_made_of_a_cross_entropy_in_its_place_is_another_metric_and_is_n
     assert watch.of_other_than_rows([]) == "a cross-entropy that counts 4 of 6 labels"
 
 
+@pytest.mark.parametrize(("rows", "text"), [(6, ""), (4, "a cross-entropy of 1 labels for 4 rows")])
+def test_a_loop_with_a_cross_entropy_for_each_row_is_a_mean_over_rows(rows: int, text: str) -> None:
+    with StepWatch() as watch:
+        target = TARGET.clamp(min=0)
+        loss = sum(cross_entropy(LOGITS[i], target[i]) for i in range(6)) / 6
+    assert watch.of_other_than_rows([("loss", loss, None, "mean")], rows=rows) == text
+
+
 def test_watching_refuses_a_step_that_changes_its_mind() -> None:
     watch = StepWatch()
     with torch.no_grad(), watch:
