@@ -401,22 +401,20 @@ def _is_rescaled(node: Any, divisors: list[float], rows: int | None) -> bool:
         node = before_scaling(inputs_of(node)[0])
     if type(node).__name__ != "MeanBackward0" or not factors:
         return False
-    weights, sizes = _weights(before_scaling(node.next_functions[0][0])), {_elements(node), rows}
+    weights, sizes = _weights_of_rows(before_scaling(node.next_functions[0][0])), {_elements(node), rows}
     if not isinstance(weights, torch.Tensor):
         return False
     return any(_are_normalised(weights * factor, sizes, rows) for factor in (*factors, math.prod(factors)))
 
 
 def _weights(node: Any) -> Any:
-    """The mask or weights by which `node` multiplies values, perhaps before a `where` that replaces nan, a division by a number such as
-    their mean, or a sum over each row; None if it does not."""
+    """The mask or weights by which `node` multiplies values, perhaps before a `where` that replaces nan, or before a division by a number
+    such as their mean; None if it does not."""
     if type(node).__name__ == "WhereBackward0":
         node = before_scaling(next(each for each, _ in node.next_functions if each is not None))
     if type(node).__name__ == "DivBackward0" and node.next_functions[1][0] is None and not node._saved_other.ndim:
-        weights = _weights(node.next_functions[0][0])
+        weights = _weights_of_rows(node.next_functions[0][0])
         return None if weights is None else weights / node._saved_other
-    if type(node).__name__ == "SumBackward1":
-        return _summed_weights(node)
     if type(node).__name__ != "MulBackward0":
         return None
     constant = [source is None for source, _ in node.next_functions]
@@ -425,12 +423,15 @@ def _weights(node: Any) -> Any:
     return node._saved_self if constant[0] else node._saved_other
 
 
-def _summed_weights(node: Any) -> Any:
-    """The sums over each row of the weights by which the values were multiplied that `node` sums over each row; None if they were not."""
-    weights, dims = _weights(before_scaling(inputs_of(node)[0])), node._saved_dim
-    if not isinstance(weights, torch.Tensor) or tuple(weights.shape) != _summed_sizes(node):
+def _weights_of_rows(node: Any) -> Any:
+    """As `_weights`; the sums of the weights over each row if `node` sums over each row what was multiplied by them."""
+    if type(node).__name__ != "SumBackward1":
+        return _weights(node)
+    weights, sizes = _weights(before_scaling(inputs_of(node)[0])), _summed_sizes(node)
+    if not isinstance(weights, torch.Tensor) or tuple(weights.shape) != sizes:
         return None
-    return None if 0 in dims or len(dims) > 1 else weights.sum(dims[0])
+    dims = [dim % len(sizes) if dim < len(sizes) else (dim - 2**64) % len(sizes) for dim in node._saved_dim]
+    return None if 0 in dims else weights.sum(dims)
 
 
 def _are_normalised(weights: Any, sizes: set[int | None], rows: int | None = None) -> bool:
@@ -440,7 +441,7 @@ def _are_normalised(weights: Any, sizes: set[int | None], rows: int | None = Non
         return False
     if weights.numel() not in sizes and (not rows or weights.shape[:1] != (rows,)):
         return False
-    return bool((weights != 1).any()) and math.isclose(weights.mean(), 1, abs_tol=1e-5)
+    return bool(((weights - 1).abs() > 1e-4).any()) and math.isclose(weights.mean(), 1, abs_tol=1e-5)
 
 
 def _elements(node: Any) -> int:

@@ -235,6 +235,8 @@ PER_ROW[:3, 2:] = 0
         (lambda: (LOGITS.square() * SOME).mean() * (SOME.numel() / int(SOME.sum())) + TASKS[0].log(), True),
         (lambda: ((LOGITS.square() * PER_ROW).sum(1) / PER_ROW.sum(1).mean()).mean(), True),
         (lambda: (LOGITS.square() * PER_ROW).sum(1).mean() / PER_ROW.sum(1).mean().item(), True),
+        (lambda: ((LOGITS.square() * PER_ROW).sum(-1) / PER_ROW.sum(-1).mean()).mean(), True),
+        (lambda: (LOGITS.square() * PER_ROW).sum([-1], keepdim=True).mean() / PER_ROW.sum(1).mean().item(), True),
         (lambda: (LOGITS[:, :, None].expand(6, 5, 3).square() * SOME[..., None]).mean() / SOME.mean().item(), True),
         (lambda: (LOGITS.square() * SOME).mean() * 2, False),  # the zeros count
         (lambda: (LOGITS.square() * torch.ones(6, 5)).mean() / torch.ones(6, 5).mean().item(), False),
@@ -246,6 +248,15 @@ def test_a_mean_that_is_divided_by_the_mean_of_its_mask_is_over_a_part(
     loss: Callable[[], torch.Tensor], over_a_part: bool
 ) -> None:
     assert is_over_a_part(loss(), rows=6) == over_a_part
+
+
+@pytest.mark.parametrize("dim", [1, -1])
+@pytest.mark.parametrize("scale", [1.0, 0.5, torch.tensor(1.0), torch.tensor(4.0)])
+def test_a_cross_entropy_with_shares_of_classes_as_labels_is_a_mean_over_rows(dim: int, scale: Any) -> None:
+    shares = torch.rand(6, 5, generator=GENERATOR).softmax(1)
+    each = (-shares * LOGITS.log_softmax(1)).sum(dim)
+    assert not is_over_a_part(each.mean() * scale, rows=6)
+    assert not is_over_a_part((each / scale).mean(), rows=6)
 
 
 def test_a_mean_over_rows_of_such_means_of_each_row_is_a_mean_over_rows() -> None:
