@@ -45,6 +45,8 @@ _LIMITS |= {"Hardtanh": ("_saved_min_val", "_saved_max_val")}
 _STATISTICS = frozenset({"LinalgVectorNorm", "Norm", "Dist", "Std", "Var", "Median", "Logsumexp"})
 """Reductions that are not linear in what they reduce."""
 _SELECTIONS = ("IndexBackward0", "IndexSelectBackward0", "GatherBackward0")
+_LEAST_SHARE = 1e-12
+"""The least number that is taken for the reciprocal of a count."""
 _NEAR = 30
 """The number of operations before a mean that are searched for a mask, and before a loss for means over rows."""
 
@@ -238,9 +240,10 @@ class _Means:
         labels, that is not small and that is neither its number of rows nor of elements."""
         sizes = _summed_sizes(summed)
         over_rows = bool(sizes) and sizes[0] % self._rows == 0 and not _is_of_a_parameter(summed, sizes)
-        if not over_rows or not isinstance(factor, torch.Tensor) or factor.ndim or not (value := abs(float(factor))):
+        if not over_rows or not isinstance(factor, torch.Tensor) or factor.ndim:
             return False
-        count = round(1 / value)
+        value = abs(float(factor))
+        count = round(1 / value) if value > _LEAST_SHARE else 0  # nor is nan
         is_whole = math.isclose(count * value, 1, rel_tol=1e-5)
         return is_whole and self._rows / 2 <= count <= math.prod(sizes) and not is_a_count(count, self._rows, sizes)
 
@@ -277,7 +280,7 @@ def _is_a_layer(node: Any) -> bool:
 def _is_non_linear(node: Any, found: int) -> bool:
     """Whether an operation is not linear in the `found` inputs that depend on means. May wait for the device."""
     if operation_of(node) in _LIMITS:
-        return found > 0 and (node._saved_self.numel() > 1 or _is_near_a_limit(node))
+        return found > 0 and (node._saved_self.numel() != 1 or _is_near_a_limit(node))
     if operation_of(node) == "Where":
         return found > 1 or (found > 0 and _replaces_means(node))
     if hasattr(node, "_saved_reduction"):
@@ -395,7 +398,7 @@ def _is_over_a_part(node: Any, rows: int | None, counts: set[int]) -> bool:
 def _is_rescaled(node: Any, divisors: list[float], rows: int | None) -> bool:
     """Whether a term is a mean over values times weights, divided by the mean of these weights, as in `(error * mask).mean() * scale`.
     `divisors`: the numbers by which it is divided. Waits for the device."""
-    factors: list[Any] = [1 / each for each in divisors]
+    factors: list[Any] = [1 / each for each in divisors if each]
     if operation_of(node) == "Mul" and isinstance(factor := _weights(node), torch.Tensor) and factor.numel() == 1:
         factors.append(factor)
         node = before_scaling(inputs_of(node)[0])

@@ -348,7 +348,7 @@ class StepWatch(StepRecord):
 
 def _is_whole(number: float) -> bool:
     """Whether a number is a whole one of at least 1, up to rounding."""
-    return round(number) >= 1 and math.isclose(number, round(number), rel_tol=1e-6)
+    return math.isfinite(number) and round(number) >= 1 and math.isclose(number, round(number), rel_tol=1e-6)
 
 
 def _is_quotient(value: float, result: float) -> bool:

@@ -173,6 +173,9 @@ COUNTS = (LOGITS > 0).sum(0)
         (lambda: LOGITS.sum() * (1 / torch.tensor(30.0)), False),  # the number of elements
         (lambda: LOGITS.sum() / 6 * torch.tensor(0.3), False),  # the weight of a term
         (lambda: LOGITS.mean() * torch.tensor(0.1), False),
+        (lambda: LOGITS.sum() * torch.tensor(torch.nan), False),
+        (lambda: LOGITS.sum() * torch.tensor(0.0), False),
+        (lambda: LOGITS.sum() * torch.tensor(1e-45), False),
         (lambda: EACH.topk(3).values.mean(), True),
         (lambda: LOGITS.square().topk(3, dim=1).values.mean(), False),  # of each row
         (lambda: sum(mse_loss(r[r > 0], r.detach()[r > 0] + 1) for r in map(LOGITS.__getitem__, range(6))) / 6, False),
@@ -482,6 +485,7 @@ def free_bits(limited: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
         (lambda: logsigmoid(torch.einsum("bd,bkd->bk", LOGITS, CHOICES)).mean(), 6, ""),  # a product within each row
         (lambda: logsigmoid((CHOICES @ LOGITS[..., None])[..., 0]).sum(1).mean(), 6, ""),
         (lambda: EACH.mean(), 6, ""),
+        (lambda: EACH.mean() + (EACH.sum() * torch.ones(0)).clamp(min=0).sum(), 6, "Clamp"),  # of no element
     ],
 )
 def test_a_function_of_a_mean_is_told_from_a_mean_of_functions(
