@@ -21,6 +21,8 @@ TENSORS: dict[str, Callable[[], torch.Tensor]] = {
     "transposed": lambda: torch.arange(6.0).reshape(2, 3).T,
     "one number": lambda: torch.tensor(3.0),
     "nothing": lambda: torch.empty(0, 3),
+    "nothing, of numpy": lambda: torch.from_numpy(np.zeros(0, dtype=np.int64)),
+    "no columns, of numpy": lambda: torch.from_numpy(np.zeros((3, 0))),
     "bf16": lambda: torch.arange(4, dtype=torch.bfloat16)[::2],
 }
 
@@ -64,3 +66,29 @@ def test_targets_from_a_column_of_numpy_are_trained_saved_and_resumed(tmp_path: 
         )
         assert result.metrics["val_sum"] == COLUMN.sum()
     assert result.steps == 8
+
+
+def test_rows_without_labels_in_empty_arrays_of_numpy_are_trained_on_and_collected() -> None:
+    class Detects(TrainModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.Linear(2, 1)
+
+        def training_step(self, batch: Any) -> torch.Tensor:
+            numbers = torch.tensor([[float(len(row["labels"]))] for row in batch])
+            return (self.layer(torch.stack([row["image"] for row in batch])) - numbers).square().mean()
+
+        def validation_step(self, batch: Any) -> Any:
+            return {"loss": self.training_step(batch), "outputs": [row["labels"] for row in batch]}
+
+        def compute_metrics(self, outputs: list[torch.Tensor]) -> dict[str, float]:
+            return {"labels": sum(map(len, outputs))}
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    rows = [{"image": torch.ones(2), "labels": torch.from_numpy(np.arange(row % 3))} for row in range(6)]
+    result = Trainer(max_epochs=1, progress=False).fit(
+        Detects(), *[torch.utils.data.DataLoader(rows, batch_size=2, collate_fn=list)] * 2
+    )
+    assert result.metrics["val_labels"] == 6
