@@ -20,6 +20,7 @@ from fabricate.metrics.loss_weight import Counted, count_labels
 from fabricate.metrics.reading import on_device
 
 _CROSS_ENTROPIES = (torch.nn.functional.cross_entropy, torch.nn.functional.nll_loss)
+_MEANS = (torch.mean, torch.Tensor.mean)
 _SUMS = (
     *(torch.sum, torch.Tensor.sum, torch.count_nonzero, torch.Tensor.count_nonzero, torch.dot, torch.Tensor.dot),
     *(torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.inner, torch.vdot),
@@ -164,8 +165,11 @@ class StepRecord(TorchFunctionMode):
         """By the id of the result: non-linear functions of means, perhaps scaled, with the name of the function. `is_mean`: whether
         the mean was computed by itself, and not inside of the function. `terms`: the sizes of the factors of a product."""
 
+        self._stacks: dict[int, tuple[torch.Tensor, list[torch.Tensor]]] = {}
+        """By the id of the result: stacks of numbers, such as the losses of several heads, and what was stacked."""
+
     def __enter__(self) -> Self:
-        self._found, self._reduced, self._functions = [], {}, {}
+        self._found, self._reduced, self._functions, self._stacks = [], {}, {}, {}
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
@@ -195,6 +199,8 @@ class StepRecord(TorchFunctionMode):
                 args = args[1:]  # a sum is one over labels
             if args and isinstance(args[0], torch.Tensor) and args[0].layout is torch.strided:
                 self._describe(func, result, args, kwargs.get("reduction"))
+        elif func is torch.stack and args and all(id(part) in self._reduced for part in args[0]):
+            self._stacks[id(result)] = result, list(args[0])
         return result
 
     def _describe(
@@ -206,7 +212,7 @@ class StepRecord(TorchFunctionMode):
             self._forget_changed(result, version)
         new = partial(Reduced, result, version)
         of_labels = self._found[-1].over.weight if self._found and self._found[-1].result is result else None
-        described = list(_reduction(new, func, args[0], reduction, of_labels))
+        described = self._of_stack(new, func, args[0]) or list(_reduction(new, func, args[0], reduction, of_labels))
         for copied in args[:1] if func in _COPIES else args[1:3] if func is torch.where else ():
             described += [each._replace(result=result, version=version) for each in self._unchanged(copied)]
         if func in _SCALING or func in _ADDITIONS:
@@ -216,6 +222,15 @@ class StepRecord(TorchFunctionMode):
         self._describe_function(new, func, args)
         if described and len(self._reduced) < _MOST_NUMBERS:
             self._reduced[id(result)] = described
+
+    def _of_stack(self, new: Callable[..., Reduced], func: Callable[..., Any], values: torch.Tensor) -> list[Reduced]:
+        """What the sum or mean over `values` is, if these are a stack of means."""
+        stack, parts = self._stacks.get(id(values), (values, []))
+        if not parts or func not in (*_MEANS, *_SUMS) or _version(stack):
+            return []
+        known = [[each for each in self._unchanged(part) if each.divisor is not None] for part in parts]
+        combined = _combined(new, tuple(parts), known, is_product=False) if all(known) else []
+        return [_quotient(new, each, len(parts)) for each in combined] if func in _MEANS else combined
 
     def _describe_function(self, new: Callable[..., Reduced], func: Callable[..., Any], args: tuple[Any, ...]) -> None:
         """Record the result of `func` if it is a non-linear function of means, or a multiple or sum of such functions."""
@@ -316,7 +331,7 @@ def _reduction(
     elif func in _CROSS_ENTROPIES and reduction == "mean" and values.is_floating_point():
         number = values.numel() // max(values.shape[values.ndim > 1], 1)  # without the classes
         yield new(number, (number,), True)
-    elif func in (torch.mean, torch.Tensor.mean) or reduction == "mean":
+    elif func in _MEANS or reduction == "mean":
         yield new(values.numel(), (values.numel(),), True)
     elif reduction == "batchmean":
         yield new(len(values), (len(values),), True)
@@ -329,9 +344,9 @@ def _reduction(
 def _combined(
     new: Callable[..., Reduced], args: tuple[Any, ...], known: list[list[Reduced]], is_product: bool
 ) -> list[Reduced]:
-    """What a sum, difference or product of `args` is, of which sums and means are `known`."""
+    """What a sum, difference or product of `args` is, or a sum of more of them, of which sums and means are `known`."""
     means = [[each for each in part if each.divisor is not None] for part in known]
-    every = [*means[0], *means[1]]
+    every = list(itertools.chain.from_iterable(means))
     alike = {}  # a loss that is added up over many steps is one mean
     for each in every[:_MOST_MEANS]:
         alike[id(each.divisor) if isinstance(each.divisor, torch.Tensor) else each.divisor, each.sizes] = each

@@ -618,3 +618,25 @@ def test_a_sum_over_the_items_of_each_row_that_is_divided_by_their_number_is_nam
     wanted = "" if divisor is None else f"'l1' as a sum divided by {divisor} for 6 rows"
     assert watch.of_other_than_rows(logged, rows=6, others={10, 7}) == wanted
     assert watch.summed(logged, rows=6, others={10, 7}) == []
+
+
+_HEADS = torch.arange(30.0).view(6, 5)
+
+
+@pytest.mark.parametrize(
+    ("compute", "text"),
+    [
+        (lambda: torch.stack([mse_loss(_HEADS[:, i], _HEADS[:, 0]) for i in range(4)]).mean(), ""),
+        (lambda: torch.stack([mse_loss(_HEADS[:, i], _HEADS[:, 0]) for i in range(4)]).sum() / 4, ""),
+        (lambda: 0.5 * torch.mean(torch.stack([_HEADS[:, 0].mean(), _HEADS.square().mean()])), ""),
+        (lambda: torch.stack(tensors=[_HEADS[i].mean() for i in range(6)]).mean(), ""),  # of each row
+        (lambda: torch.stack([_HEADS[i].mean() for i in range(4)]).mean(), "a mean over 5 values for 6 rows"),
+        (lambda: torch.stack([_HEADS[:4, 0].mean(), _HEADS[:4, 1].mean()]).mean(), "a mean over 4 values for 6 rows"),
+        (lambda: torch.stack([_HEADS[0].sum(), _HEADS[1].sum()]).mean(), "a mean over 2 values for 6 rows"),
+    ],
+)
+def test_the_mean_of_a_stack_of_means_over_rows_is_one(compute: Any, text: str) -> None:
+    with torch.no_grad(), StepWatch() as watch:
+        value = compute()
+    wanted = f"'value' as {text}" if text else ""
+    assert watch.of_other_than_rows([("value", value, None, "mean")], rows=6) == wanted
