@@ -102,7 +102,8 @@ class Events:
 
     @hookspec
     def on_epoch_start(self, trainer: Any, module: Any, epoch: int) -> None:
-        """Called when a pass over the training data begins or is resumed. `epoch` counts from 0."""
+        """Called when a pass over the training data begins, and after `on_load` where a run resumes within a pass: what must happen only at
+        its beginning (a reset of what `on_load` restored) belongs into `if trainer.progress.position == 0`. `epoch` counts from 0."""
 
     @hookspec(firstresult=True)
     def train_step(self, trainer: Any, module: Any, batch: Any) -> Any:

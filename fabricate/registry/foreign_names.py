@@ -651,7 +651,7 @@ HOOKS = {
     # Lightning
     "on_train_start": "on_fit_start",
     "on_train_end": "on_fit_end",
-    "on_train_epoch_start": "on_epoch_start",
+    "on_train_epoch_start": "on_epoch_start, which is called where a run resumes within an epoch too",
     "on_train_epoch_end": "on_epoch_end",
     "on_train_batch_start": "train_step (wrap it)",
     "on_train_batch_end": "on_accumulate (per micro-batch) or on_step (per update)",
