@@ -23,6 +23,8 @@ TENSORS: dict[str, Callable[[], torch.Tensor]] = {
     "nothing": lambda: torch.empty(0, 3),
     "nothing, of numpy": lambda: torch.from_numpy(np.zeros(0, dtype=np.int64)),
     "no columns, of numpy": lambda: torch.from_numpy(np.zeros((3, 0))),
+    "conjugated": lambda: torch.arange(6.0).to(torch.complex64).conj(),
+    "negated": lambda: torch.randn(3, dtype=torch.complex64).conj().imag,
     "bf16": lambda: torch.arange(4, dtype=torch.bfloat16)[::2],
 }
 
