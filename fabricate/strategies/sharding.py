@@ -221,7 +221,7 @@ def broadcast(tensor: torch.Tensor) -> None:
 
     from fabricate.data.flat_bytes import flat_bytes
 
-    values = tensor.detach().contiguous()
+    values = tensor.detach().resolve_conj().resolve_neg().contiguous()
     dist.broadcast(flat_bytes(values), src=0)
     if values.data_ptr() != tensor.data_ptr():
         tensor.detach().copy_(values)
