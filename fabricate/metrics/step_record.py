@@ -48,7 +48,16 @@ _COPIES = (
     *(torch.Tensor.float, torch.Tensor.double, torch.Tensor.half, torch.Tensor.bfloat16, torch.Tensor.to),
     *(torch.Tensor.type, torch.Tensor.cpu, torch.Tensor.clone, torch.Tensor.detach, torch.clone),
     *(torch.squeeze, torch.Tensor.squeeze, torch.neg, torch.Tensor.neg, torch.Tensor.__neg__, torch.clamp),
-    *(torch.Tensor.clamp, torch.clamp_min, torch.Tensor.clamp_min, torch.nan_to_num, torch.Tensor.nan_to_num),
+    *(
+        torch.abs,
+        torch.Tensor.abs,
+        torch.Tensor.__abs__,
+        torch.Tensor.clamp,
+        torch.clamp_min,
+        torch.Tensor.clamp_min,
+        torch.nan_to_num,
+        torch.Tensor.nan_to_num,
+    ),
 )
 """Functions whose result is over the same values as the argument."""
 _FUNCTIONS: dict[Any, str] = {
@@ -65,8 +74,13 @@ _STATISTICS: dict[Any, str] = {
     **dict.fromkeys((torch.std, torch.Tensor.std), "std"),
     **dict.fromkeys((torch.var, torch.Tensor.var), "var"),
     **dict.fromkeys((torch.logsumexp, torch.Tensor.logsumexp), "logsumexp"),
+    **dict.fromkeys((torch.median, torch.Tensor.median), "median"),
+    **dict.fromkeys((torch.max, torch.Tensor.max, torch.amax, torch.Tensor.amax), "max"),
+    **dict.fromkeys((torch.min, torch.Tensor.min, torch.amin, torch.Tensor.amin), "min"),
 }
-"""Functions of means of a tensor that are not linear, with their names in messages."""
+"""Functions of all values of a tensor that are not linear, with their names in messages."""
+ORDERS = ("median", "max", "min")
+"""Those that are no functions of means."""
 _DESCRIBED = frozenset({*_FUNCTIONS, *_STATISTICS, *_SCALING, *_ADDITIONS})
 """The functions whose result may be a non-linear function of what a step computes."""
 _MOST_NUMBERS, _MOST_SUMS, _MOST_MEANS = 10_000, 1000, 8
@@ -162,7 +176,7 @@ class StepRecord(TorchFunctionMode):
         """By the id of the result: sums, means, and means to which numbers or other means were added, or which were multiplied by numbers.
         An entry holds its result, so that the id is not used again."""
         self._functions: dict[int, tuple[Reduced, str]] = {}
-        """By the id of the result: non-linear functions of means, perhaps scaled, with the name of the function. `is_mean`: whether
+        """By the id of the result: non-linear functions of means, and `ORDERS`, perhaps scaled, with their names. `is_mean`: whether
         the mean was computed by itself, and not inside of the function. `terms`: the sizes of the factors of a product."""
 
         self._stacks: dict[int, tuple[torch.Tensor, list[torch.Tensor]]] = {}

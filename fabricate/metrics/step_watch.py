@@ -17,7 +17,7 @@ from fabricate.errors import ConfigurationError
 from fabricate.metrics.loss_form import is_a_count
 from fabricate.metrics.loss_weight import Counted
 from fabricate.metrics.reading import on_device
-from fabricate.metrics.step_record import Reduced, StepRecord
+from fabricate.metrics.step_record import ORDERS, Reduced, StepRecord
 
 _MOST_LOOKS = 10
 """The number of batches that are inspected."""
@@ -52,7 +52,8 @@ class StepWatch(StepRecord):
             if weight is None and reduce == "mean":
                 for each, function in self._functions.values():
                     if each.is_in(value) and self._is_of_the_batch(each, name, value, rows, others):
-                        return f"{name!r} as a non-linear function ({function}) of a mean over the batch"
+                        what = f"a non-linear function ({function}) of a mean"
+                        return f"{name!r} as {f'the {function}' if function in ORDERS else what} over the batch"
         return ""
 
     def of_unknown_origin(self, logged: list[Any], rows: int) -> list[str]:
@@ -169,7 +170,8 @@ class StepWatch(StepRecord):
         for name, value, weight, reduce in logged:
             if weight is not None or reduce != "mean" or self._inspected[name] >= _MOST_LOOKS:
                 continue
-            if self._function(value)[0] or (on_device(value) and self._looks <= 0):
+            is_noted = self._function(value)[1] not in ("", *ORDERS)
+            if is_noted or (on_device(value) and self._looks <= 0):
                 continue
             if not self._varies(name, value):
                 continue

@@ -248,6 +248,9 @@ FUNCTIONS: dict[str, Callable[[torch.Tensor], Any]] = {
     "sum of exponentials": lambda error: {"entropy": error.logsumexp((0, 1)) - math.log(error.numel())},
     "product": lambda error: {"product": error.abs().mean() * error.square().mean()},
     "square": lambda error: {"bias": error.mean() * error.mean()},
+    "largest": lambda error: {"largest": error.abs().max(), "loss": error.square().mean()},
+    "middle": lambda error: {"middle": 100 * error.abs().median()},
+    "root of a positive mean": lambda error: {"rmse": error.square().mean().abs().sqrt()},
     "square of a norm": lambda error: {"mse": torch.norm(error).pow(2) / error.numel()},
     "norm of a constant": lambda error: {"norm": torch.ones(8, 3).norm(), "mse": error.square().mean()},
     "norm times a mean": lambda error: {"scaled": torch.ones(7).norm() * error.square().mean()},
@@ -293,7 +296,8 @@ def test_a_function_of_a_mean_gets_a_note_in_every_evaluation_of_several_batches
             return FUNCTIONS[gives](batch[1])
 
     Trainer(progress=False).test(Measures(), ROWS, batch_size=batch_size)
-    noted = "of a mean over the batch, so its mean over batches depends on the batch size" in capsys.readouterr().err
+    what = {"largest": "as the max", "middle": "as the median"}.get(gives, "of a mean")
+    noted = f"{what} over the batch, so its mean over batches depends on the batch size" in capsys.readouterr().err
     assert noted == (batch_size == 2 and gives not in WITHOUT)
 
 
