@@ -33,14 +33,14 @@ def check_elementwise(strategy: str, optimizer: torch.optim.Optimizer, allow_unt
             f"strategy={strategy!r} trains flat slices of the parameters, which would cut the blocks (with one scale each) in "
             f"which {kind.__name__} keeps its state; use one of torch's optimizers, or strategy='ddp'"
         )
+    if optimizer.state:
+        raise ConfigurationError(
+            f"strategy={strategy!r}: {kind.__name__} has state before its first step, which cannot be divided into slices; use "
+            "another optimizer, or strategy='fsdp'"
+        )
     if not is_elementwise and not allow_untested:
         raise ConfigurationError(
             f"strategy={strategy!r} trains flat slices of the parameters, but {kind.__name__} is not known to update each element "
             f"independently. Use one of torch's optimizers, or strategy='fsdp'. If {kind.__name__} does update each element "
             f"independently, use '{strategy}:allow_untested_optimizer=true'"
-        )
-    if optimizer.state:
-        raise ConfigurationError(
-            f"strategy={strategy!r}: {kind.__name__} has state before its first step, which cannot be divided into slices; use "
-            "another optimizer, or strategy='fsdp'"
         )
