@@ -327,7 +327,9 @@ class StepWatch(StepRecord):
         counts: Collection[int] = (),
     ) -> str:
         """A description of the metric `value` if it is a mean over other values than `rows` rows; else "". See `other_than`."""
-        computed = (each.other_than(rows, others, counts) for each in self._all() if each.is_in(value))
+        found = [each for each in self._all() if each.is_in(value)]
+        several = [each for each in found if math.prod(each.sizes) > 1]  # a term of one value is the same for all rows
+        computed = (each.other_than(rows, others, counts) for each in several or found)
         if text := next(filter(None, computed), ""):
             return f"{name!r} as {text}"
         divisor = self._divisor(value, rows, whole, counts) if type(value) is float and value else None

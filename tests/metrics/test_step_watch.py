@@ -640,3 +640,14 @@ def test_the_mean_of_a_stack_of_means_over_rows_is_one(compute: Any, text: str) 
         value = compute()
     wanted = f"'value' as {text}" if text else ""
     assert watch.of_other_than_rows([("value", value, None, "mean")], rows=6) == wanted
+
+
+def test_a_term_of_one_value_beside_a_mean_over_rows_gets_no_note() -> None:
+    boundary = torch.ones(1, 1)
+    with torch.no_grad(), StepWatch() as watch:
+        logged = [
+            ("sum", _COLUMN.square().mean() + boundary.square().mean(), None, "mean"),
+            ("alone", boundary.square().mean(), None, "mean"),
+        ]
+    assert watch.of_other_than_rows(logged[:1], rows=6) == ""
+    assert watch.of_other_than_rows(logged, rows=6) == "'alone' as a mean over 1 values for 6 rows"
