@@ -40,22 +40,45 @@ def set_generator_states(states: dict[str, Any]) -> None:
 def kept_buffers(module: torch.nn.Module) -> Callable[[], None]:
     """Copy the buffers of `module`, and the state of torchmetrics objects in it. The returned function restores them, also if code has
     assigned other tensors."""
-    held = [
-        (layer._buffers, {name: _cloned(value) for name, value in layer._buffers.items()})
-        for layer in module.modules()
-        if isinstance(layer._buffers, dict)  # not of a module of torch.jit
-    ]
+    kept = kept_registered(module), kept_torchmetrics(module)
+
+    def restore() -> None:
+        for each in kept:
+            each()
+
+    return restore
+
+
+def kept_registered(module: torch.nn.Module) -> Callable[[], None]:
+    """As `kept_buffers`, without torchmetrics objects."""
+    return _restores(
+        [
+            (layer._buffers, {name: _cloned(value) for name, value in layer._buffers.items()})
+            for layer in module.modules()
+            if isinstance(layer._buffers, dict)  # not of a module of torch.jit
+        ]
+    )
+
+
+def kept_torchmetrics(module: torch.nn.Module) -> Callable[[], None]:
+    """As `kept_buffers`, without buffers."""
     places: list[dict[str, Any]] = [vars(each) for each in module.modules()]
-    metrics = [
-        (place, {name: _cloned(place[name]) for name in (*place["_defaults"], "_update_count", "_computed")})
-        for place in places
-        if "_defaults" in place and "_update_count" in place
-    ]
+    return _restores(
+        [
+            (place, {name: _cloned(place[name]) for name in (*place["_defaults"], "_update_count", "_computed")})
+            for place in places
+            if "_defaults" in place and "_update_count" in place
+        ]
+    )
+
+
+def _restores(held: list[tuple[dict[str, Any], dict[str, Any]]]) -> Callable[[], None]:
+    """A function that puts values back into the mappings that they come from."""
 
     def restore() -> None:
         import torch
 
-        for place, values in (*held, *metrics):
+        for place, values in held:
             for name, value in values.items():
                 now = place.get(name)
                 if isinstance(now, torch.Tensor) and isinstance(value, torch.Tensor) and now.shape == value.shape:

@@ -316,3 +316,73 @@ def test_weights_that_were_saved_before_they_were_measured_do_not_count_among_th
         "note: the checkpoint of step 4 was saved before the validation that gave val_loss=1" in capsys.readouterr().err
     )
     assert result.best_score == 2
+
+
+class Noisy(torch.utils.data.Dataset[torch.Tensor]):
+    """Rows that draw random numbers, as an augmentation does. Reading fails at the row `fails`."""
+
+    def __init__(self, fails: int | None = None) -> None:
+        self.fails, self.read = fails, 0
+
+    def __len__(self) -> int:
+        return 32
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        self.read += 1
+        if self.read - 1 == self.fails:
+            raise ZeroDivisionError("the user's own")
+        return torch.randn(4)
+
+
+class Anneals(ChangesInHooks):
+    """Hooks change a buffer that the loss uses."""
+
+    def __init__(self, hook: str) -> None:
+        super().__init__()
+        self.hook = hook
+        self.register_buffer("scale", torch.ones(()))
+
+    def training_step(self, batch: Any) -> torch.Tensor:
+        return self.scale * super().training_step([batch])
+
+    def validation_step(self, batch: Any) -> dict[str, float]:
+        return {"score": float(self.trainer.step)}
+
+    def on_eval_end(self, metrics: dict[str, float]) -> None:
+        if self.hook == "on_eval_end":
+            self.scale *= 0.5
+
+    def on_log(self) -> None:
+        if self.hook == "on_log":
+            self.scale *= 0.5
+            torch.randn(1)
+
+    def on_epoch_end(self, epoch: int) -> None:
+        self.epochs += 1
+
+
+@pytest.mark.parametrize("hook", ["on_eval_end", "on_log"])
+@pytest.mark.parametrize(("step", "row"), [("step 4", None), ("step 5", None), ("nowhere", 16), ("nowhere", 20)])
+def test_a_failure_after_a_log_line_or_a_validation_is_resumed_with_the_same_rows(
+    tmp_path: Path, hook: str, step: str, row: int | None
+) -> None:
+    def run(folder: str, fails: str = "nowhere", row: int | None = None) -> list[torch.Tensor]:
+        module = Anneals(hook)
+        module.fails = fails
+        torch.manual_seed(1)
+        Trainer(
+            max_epochs=1,
+            seed=3,
+            run_dir=tmp_path / folder,
+            log_every=4,
+            validate_every="4 steps",
+            sanity_batches=0,
+            save_every=None,
+            progress=False,
+            plugins=[SaveOnException()],
+        ).fit(module, Noisy(row), [torch.ones(4)], batch_size=4)
+        return [module.layer.weight.detach(), module.scale]
+
+    with pytest.raises(ZeroDivisionError):
+        run("run", step, row)
+    torch.testing.assert_close(run("run"), run("straight"), rtol=0, atol=0)
