@@ -16,9 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas
 import pytest
 import torch
 import torchmetrics
+from sklearn.preprocessing import StandardScaler
 
 from fabricate import Callback, FitResult, Trainer, TrainModule
 from fabricate.testing import run_ranks
@@ -873,3 +875,29 @@ def test_a_scheduler_or_optimizer_that_a_hook_steps_is_named(
     notes = [line for line in capsys.readouterr().err.splitlines() if "changed since the fit began" in line]
     named = {"": None, "scheduler": "Steps.warm, Steps.whole, Steps.chained", "optimizer": "Steps.second"}[own]
     assert [note.partition(" changed since")[0] for note in notes] == ([f"note: {named}"] if named else [])
+
+
+class OfLibraries(Regression):
+    """Objects of other libraries that a step changes, beside some that it does not change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.metrics, self.unused = [torchmetrics.MeanMetric()], [torchmetrics.MeanMetric()]
+        self.scaler, self.fitted = StandardScaler(), StandardScaler().fit([[0.0], [1.0]])
+        self.table, self.constant = pandas.DataFrame(columns=["loss"]), pandas.Series([1.0])
+
+    def training_step(self, batch: Any) -> torch.Tensor:
+        self.metrics[0].update(batch[1])
+        self.scaler.partial_fit(batch[0].numpy())
+        self.table.loc[len(self.table)] = [1.0]
+        return super().training_step(batch)
+
+
+def test_objects_of_other_libraries_that_a_step_changes_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(unsaved, "few", ", ".join)
+    fit(OfLibraries(), 4, run_dir=tmp_path, save_every=2)
+    (note,) = [line for line in capsys.readouterr().err.splitlines() if "changed since the fit began" in line]
+    changed = ["seen", "mean", "metrics", "scaler", "table"]
+    assert note.split(" changed since")[0] == "note: " + ", ".join(f"OfLibraries.{name}" for name in changed)

@@ -83,8 +83,10 @@ class Fingerprint:
             return Made(map(self.of, (value.func, value.args, value.keywords)))
         if is_iterator(value):
             return Position(self._of_iterator(value))
-        if isinstance(value, torch.nn.Module):  # such as a copy of the network that follows it, outside of the module
-            return Made(map(self.of, (*value.parameters(), *value.buffers())))
+        if isinstance(
+            value, torch.nn.Module
+        ):  # such as a copy of the network that follows it, or a torchmetrics object
+            return Made(map(self.of, (*value.parameters(), *value.buffers(), vars(value).get("_update_count"))))
         known = id(value) in self._saved or id(value) in self._open
         items = None if known else _items(value)
         if items is None:
@@ -133,14 +135,19 @@ class Fingerprint:
 
 
 def _items(value: Any) -> list[Any] | None:
-    """What of an object can change: the items of a collection, the state of an optimizer, the attributes of a scheduler, of a collection of
-    Python's that holds others, and of an object of the user's class. None for other objects."""
+    """What of an object can change: the items of a collection, the state of an optimizer, the attributes of a scheduler, of an estimator of
+    scikit-learn, of a collection of Python's that holds others, and of an object of the user's class, and the shape of a table of pandas.
+    None for other objects."""
     if isinstance(value, Optimizer):
         value = dict(value.state)
     elif isinstance(value, LRScheduler | ChainMap | UserDict | UserList):
         value = vars(value)
     elif isinstance(value, MappingProxyType):
         value = dict(value)
+    elif (library := type(value).__module__.partition(".")[0]) == "pandas":
+        value = [getattr(value, "shape", None)]  # reading the values of a large table would take long
+    elif library == "sklearn":
+        value = vars(value)
     elif not isinstance(value, _COLLECTIONS):
         value = variables(value)
     return [*value, *value.values()] if isinstance(value, dict) else None if value is None else list(value)
