@@ -13,6 +13,7 @@ from torch.utils.data import TensorDataset
 
 from fabricate import Trainer, TrainModule
 from fabricate.data.flat_bytes import flat_bytes
+from fabricate.strategies.sharding import broadcast
 from fabricate.testing import run_ranks
 
 COLUMN = np.arange(8, dtype=np.float32)[:, None]  # a row of it is one element with the stride 0
@@ -97,23 +98,16 @@ def test_rows_without_labels_in_empty_arrays_of_numpy_are_trained_on_and_collect
     assert result.metrics["val_labels"] == 6
 
 
-class Filters(Odd):
-    """Buffers that are conjugated and negated views."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        rank = int(torch.distributed.is_initialized() and torch.distributed.get_rank())
-        self.register_buffer("filter", (torch.arange(4.0) + rank * 1j).conj())
-        self.register_buffer("part", (torch.arange(4.0) + 1j + rank).conj().imag)
-
-
-def filters_of_ranks() -> list[Any]:
-    module = Filters()
-    data = TensorDataset(torch.ones(8, 2), torch.from_numpy(COLUMN))
-    Trainer(max_steps=1, strategy="ddp", progress=False).fit(module, data, batch_size=2)
-    return [torch.view_as_real(module.filter.resolve_conj()).tolist(), module.part.tolist()]
+def broadcast_views() -> list[Any]:
+    data = TensorDataset(torch.ones(8, 2), torch.ones(8, 1))
+    Trainer(max_steps=1, strategy="ddp", progress=False).fit(Odd(), data, batch_size=2)  # connects the ranks
+    complex_numbers = torch.arange(4.0) + 1j * torch.distributed.get_rank()
+    conjugated, negated = complex_numbers.conj(), complex_numbers.clone().conj().imag
+    broadcast(conjugated)
+    broadcast(negated)
+    return [torch.view_as_real(conjugated.resolve_conj()).tolist(), negated.tolist()]
 
 
-def test_conjugated_and_negated_buffers_are_those_of_rank_0_on_every_rank() -> None:
-    first, second = run_ranks(filters_of_ranks, 2)
-    assert first == second == [[[float(number), -0.0] for number in range(4)], [-1.0] * 4]
+def test_conjugated_and_negated_tensors_are_broadcast_in_place() -> None:
+    first, second = run_ranks(broadcast_views, 2)
+    assert first == second == [[[float(number), 0.0] for number in range(4)], [0.0] * 4]
