@@ -60,12 +60,16 @@ def kept_registered(module: torch.nn.Module) -> Callable[[], None]:
     )
 
 
+_COUNTS = ("_update_count", "_computed", "min_val", "max_val", "_num_vals_seen")
+"""What torchmetrics objects count in attributes that are no states: all of them, `MinMaxMetric`, `Running`."""
+
+
 def kept_torchmetrics(module: torch.nn.Module) -> Callable[[], None]:
     """As `kept_buffers`, without buffers."""
     places: list[dict[str, Any]] = [vars(each) for each in module.modules()]
     return _restores(
         [
-            (place, {name: _cloned(place[name]) for name in (*place["_defaults"], "_update_count", "_computed")})
+            (place, {name: _cloned(place[name]) for name in (*place["_defaults"], *_COUNTS) if name in place})
             for place in places
             if "_defaults" in place and "_update_count" in place
         ]

@@ -12,6 +12,7 @@ import torch
 import torchmetrics
 
 from fabricate import Callback, ConfigurationError, SaveOnException, Trainer, TrainModule
+from fabricate.callbacks.kept_state import kept_buffers
 from fabricate.distributed import failures
 from fabricate.testing import run_ranks
 
@@ -386,3 +387,28 @@ def test_a_failure_after_a_log_line_or_a_validation_is_resumed_with_the_same_row
     with pytest.raises(ZeroDivisionError):
         run("run", step, row)
     torch.testing.assert_close(run("run"), run("straight"), rtol=0, atol=0)
+
+
+def test_what_wrappers_of_torchmetrics_count_beside_their_states_is_restored() -> None:
+    module = torch.nn.ModuleList(
+        [
+            torchmetrics.MinMaxMetric(torchmetrics.SumMetric()),
+            torchmetrics.wrappers.Running(torchmetrics.SumMetric(), window=2),
+        ]
+    )
+
+    def counted(*numbers: float) -> list[Any]:
+        for number in numbers:
+            for metric in module:
+                metric.update(number)
+                metric._computed = None
+                metric.compute()
+        return [str(metric.compute()) for metric in module]
+
+    before = counted(3.0, -1.0)
+    restore = kept_buffers(module)
+    counted(9.0, -20.0, 4.0)
+    restore()
+    assert counted() == before
+    assert module[0].max_val == 3
+    assert module[1]._num_vals_seen == 2
