@@ -6,7 +6,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from fabricate.errors import CheckpointError, ConfigurationError
-from fabricate.hooks import Callback
+from fabricate.hooks import Callback, hookimpl
 from fabricate.values import metric_mode
 
 if TYPE_CHECKING:
@@ -72,6 +72,7 @@ class EarlyStopping(Callback):
                 f"{', '.join(sorted(recorded)) or 'no metrics'}, and not this one. Give the name of a recorded metric"
             )
 
+    @hookimpl(trylast=True)  # after plugins that add metrics
     def on_eval_end(self, trainer: Trainer, stage: str, metrics: dict[str, float]) -> None:
         if stage != "validate" or not self._fitting:
             return

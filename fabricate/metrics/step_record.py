@@ -44,6 +44,7 @@ _ADDITIONS = (
     *(torch.Tensor.__iadd__, torch.sub, torch.Tensor.sub, torch.Tensor.__sub__),
 )
 """Sums and differences."""
+_ABSOLUTE = (torch.abs, torch.Tensor.abs, torch.Tensor.__abs__)
 _COPIES = (
     *(torch.Tensor.float, torch.Tensor.double, torch.Tensor.half, torch.Tensor.bfloat16, torch.Tensor.to),
     *(torch.Tensor.type, torch.Tensor.cpu, torch.Tensor.clone, torch.Tensor.detach, torch.clone),
@@ -81,7 +82,7 @@ _STATISTICS: dict[Any, str] = {
 """Functions of all values of a tensor that are not linear, with their names in messages."""
 ORDERS = ("median", "max", "min")
 """Those that are no functions of means."""
-_DESCRIBED = frozenset({*_FUNCTIONS, *_STATISTICS, *_SCALING, *_ADDITIONS})
+_DESCRIBED = frozenset({*_FUNCTIONS, *_STATISTICS, *_SCALING, *_ADDITIONS, *_ABSOLUTE})
 """The functions whose result may be a non-linear function of what a step computes."""
 _MOST_NUMBERS, _MOST_SUMS, _MOST_MEANS = 10_000, 1000, 8
 """The number of sums and means that are recorded in one batch, and of sums and of means that are followed when they are added up."""
@@ -177,7 +178,8 @@ class StepRecord(TorchFunctionMode):
         An entry holds its result, so that the id is not used again."""
         self._functions: dict[int, tuple[Reduced, str]] = {}
         """By the id of the result: non-linear functions of means, and `ORDERS`, perhaps scaled, with their names. `is_mean`: whether
-        the mean was computed by itself, and not inside of the function. `terms`: the sizes of the factors of a product."""
+        the mean was computed by itself, and not inside of the function. `terms`: the sizes of the factors of a product. `divisor`: the
+        mean of which it is the absolute value, which is linear unless the mean changes its sign."""
 
         self._stacks: dict[int, tuple[torch.Tensor, list[torch.Tensor]]] = {}
         """By the id of the result: stacks of numbers, such as the losses of several heads, and what was stacked."""
@@ -255,6 +257,8 @@ class StepRecord(TorchFunctionMode):
             of = [(new(None, each, is_mean=True), _FUNCTIONS[func]) for each in self._sizes_of_means(args[0])]
         elif func in _STATISTICS and args[0].numel() > 1:
             of = [(new(None, tuple(args[0].shape)), _STATISTICS[func])]
+        elif func in _ABSOLUTE:
+            of = [(new(args[0], each, is_mean=True), "abs") for each in self._sizes_of_means(args[0])]
         elif func in _PRODUCTS and all(means := [self._sizes_of_means(arg)[:1] for arg in args[:2]]):
             of = [(new(None, (), terms=tuple(itertools.chain(*means))), "product")]
         of += self._function_of_functions(new(None, ()), func, args[:2])

@@ -74,6 +74,9 @@ class StepWatch(StepRecord):
 
     def _is_of_the_batch(self, each: Reduced, name: str, value: Any, rows: int, others: Collection[int]) -> bool:
         """Whether the metric `value` is computed from the batch of `rows` rows. Waits for the device for some sizes."""
+        if each.divisor is not None:  # an absolute value
+            sign = float(each.divisor) > 0
+            return self._numbers.setdefault(f"sign of {name}", sign) != sign
         sizes = {math.prod(tensor) for tensor in each.terms or (each.sizes,)}
         may_be_constant = sizes.issubset(others) and rows not in sizes
         if each.is_mean:
@@ -170,7 +173,7 @@ class StepWatch(StepRecord):
         for name, value, weight, reduce in logged:
             if weight is not None or reduce != "mean" or self._inspected[name] >= _MOST_LOOKS:
                 continue
-            is_noted = self._function(value)[1] not in ("", *ORDERS)
+            is_noted = self._function(value)[1] not in ("", "abs", *ORDERS)
             if is_noted or (on_device(value) and self._looks <= 0):
                 continue
             if not self._varies(name, value):

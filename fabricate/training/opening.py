@@ -90,9 +90,22 @@ class Defaults:
             run.now.evaluated.join()
 
 
+class LateDefaults:
+    """What fabricate does after the listeners of all plugins, and before those that are called last."""
+
+    @hookimpl(trylast=True)
+    def on_eval_end(self, trainer: Any) -> None:
+        """Add what plugins logged to the metrics, if a listener that is called last gets them."""
+        run = trainer._live()
+        late = [each for each in run.calls.manager.listeners("on_eval_end") if each.trylast]
+        if run.now.evaluated is not None and len(late) > 1:
+            run.now.evaluated.join()
+
+
 def register(resolved: Resolved, module: TrainModule, *, bar: bool | Sequence[str]) -> Manager:
     """Activate the plugins of this run, in the order in which their hooks are called."""
     manager = resolved.registry.manager
+    manager.add(LateDefaults(), "logged_metrics")
     if bar is not False:  # on every rank, so that all ranks have the same listeners; only rank 0 displays it
         manager.add(progress_bar(() if bar is True else bar), "progress_bar")
     parts = [

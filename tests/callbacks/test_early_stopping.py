@@ -6,8 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from fabricate import CheckpointError, EarlyStopping, FabricateError
+from fabricate import Callback, CheckpointError, ConfigurationError, EarlyStopping, FabricateError, TrainModule
+from fabricate.testing import run_ranks
 from tests.support.regression import ROWS, Regression, Scripted, fit
 
 
@@ -85,3 +87,62 @@ def test_states_of_two_early_stoppings_are_not_taken_for_each_other(tmp_path: Pa
     again = both()
     fit(Gains(), *again, max_steps=3, **arguments)
     assert [each.best for each in again] == [2.0, 5.0]
+
+
+class Adds(Callback):
+    """A plugin that computes a metric of its own at the end of a validation, as FID or BLEU. `how`: it writes the metric or logs it."""
+
+    def __init__(self, how: str) -> None:
+        self.how = how
+
+    def on_eval_end(self, module: TrainModule, metrics: dict[str, float]) -> None:
+        if self.how == "writes":
+            metrics["val_score"] = 10 - metrics["val_loss"]
+        else:
+            module.log("score", 10 - metrics["val_loss"])
+
+
+class OnAPlateau(Regression):
+    def validation_step(self, batch: Any) -> Any:
+        return {"loss": [3.0, 3.0, 2.0, 2.5, 2.1][self.trainer.step]}
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, mode="max", patience=0, factor=0.5)
+        return optimizer, schedule, "val_score"
+
+
+def stopped_by_a_metric_of_a_plugin(how: str, first: bool, run_dir: Path) -> tuple[int, float | None, float]:
+    plugins = [EarlyStopping("val_score", patience=2, mode="max"), Adds(how)]
+    result = fit(
+        OnAPlateau(),
+        *(plugins if first else plugins[::-1]),
+        val=ROWS[:4],
+        validate_every=1,
+        max_steps=20,
+        sanity_batches=2,
+        run_dir=run_dir,
+        keep={"last": 1, "best": 1, "metric": "val_score", "mode": "max"},
+        strategy="ddp",
+    )
+    return result.steps, result.best_score, result.metrics["lr"]
+
+
+@pytest.mark.parametrize("how", ["writes", "logs"])
+@pytest.mark.parametrize("first", [True, False])
+def test_a_metric_that_a_plugin_adds_may_stop_a_fit_choose_checkpoints_and_move_a_schedule(
+    how: str, first: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert stopped_by_a_metric_of_a_plugin(how, first, tmp_path) == (4, 8.0, 0.025)
+    assert "If Adds adds this metric in a hook of the evaluation, all is well" in capsys.readouterr().err
+
+
+def test_on_ranks_a_metric_that_a_plugin_adds_may_stop_a_fit(tmp_path: Path) -> None:
+    for steps, best, _ in run_ranks(stopped_by_a_metric_of_a_plugin, 2, "logs", True, tmp_path):
+        assert (steps, best) == (4, 8.0)
+
+
+def test_a_metric_that_no_plugin_adds_is_refused_at_the_first_validation(tmp_path: Path) -> None:
+    keep = {"best": 1, "metric": "val_other", "mode": "max"}
+    with pytest.raises(ConfigurationError, match="keep: validation gives val_loss, val_score, but not 'val_other'"):
+        fit(Regression(), Adds("logs"), val=ROWS[:4], validate_every=1, sanity_batches=2, run_dir=tmp_path, keep=keep)

@@ -15,11 +15,14 @@ from typing import Any
 import torch
 
 from fabricate.distributed.group import remembered_buffers
+from fabricate.errors import ConfigurationError, few
 from fabricate.metrics.torchmetrics_objects import snapshot_torchmetrics
 from fabricate.training.evaluations.evaluation import check_keep, evaluate
 from fabricate.training.saves.attributes import remembered
 from fabricate.training.state.run_state import Run
 
+_OURS = ("fabricate.", "fabricate_")
+"""How the modules of callbacks and plugins begin that add nothing to the metrics of an evaluation."""
 _SMALL = 2**20
 """Frozen parameters with fewer elements are restored, such as prototypes; a large frozen model would need its memory twice."""
 
@@ -39,10 +42,32 @@ def check_validation(run: Run) -> None:
         )
         raise
     if len(sets) == len(run.validation):  # a one-shot iterator is left for the validation itself
+        _check_names(run, metrics)
+
+
+def _check_names(run: Run, metrics: dict[str, float]) -> None:
+    """Raise `ConfigurationError` unless `metrics` contain those that choose checkpoints and move schedules. A note says so instead if a
+    plugin may add metrics to those of an evaluation, because plugins got no events."""
+    added_by = _evaluation_plugins(run)
+    if not added_by:
         run.journal.validated = frozenset(metrics)
+    try:
         check_keep(run, metrics)
         for schedule in run.optim.schedules.values():
             schedule.check(metrics)
+    except ConfigurationError as exc:
+        if not added_by:
+            raise
+        run.journal.note(
+            f"{exc}. If {few(added_by)} adds this metric in a hook of the evaluation, all is well; else the first validation fails"
+        )
+
+
+def _evaluation_plugins(run: Run) -> list[str]:
+    """The plugins of the user that have hooks around an evaluation, in which they may log metrics."""
+    listeners = [each for hook in ("on_eval_start", "on_eval_end") for each in run.calls.manager.listeners(hook)]
+    own = {id(each.plugin): type(each.plugin) for each in listeners if each.plugin is not run.module}
+    return sorted({kind.__name__ for kind in own.values() if not kind.__module__.startswith(_OURS)})
 
 
 @contextlib.contextmanager
