@@ -99,6 +99,14 @@ def _functions(plugin: object) -> Iterator[tuple[str, Callable[..., Any], dict[s
             yield name, function, getattr(function, f"{PROJECT}_impl", None)
 
 
+def _is_called_by_its_class(plugin: object, method: str) -> bool:
+    """Whether another method of a plugin calls `method`, which is then one of the user's own."""
+    from fabricate.data.identity import names_in  # which imports torch
+
+    functions = [value for base in type(plugin).__mro__ for value in vars(base).values() if inspect.isfunction(value)]
+    return any(method in names_in(each.__code__) for each in functions if each.__name__ != method)
+
+
 def _check_hook(
     plugin: object, where: str, method: str, function: Callable[..., Any], marked: dict[str, Any] | None
 ) -> None:
@@ -114,8 +122,13 @@ def _check_hook(
         return
     elif hook in foreign_names.HOOKS:
         raise PluginError(f"{where} is not a hook of fabricate{foreign_names.use(hook, foreign_names.HOOKS)}")
-    elif hook.startswith("on_") or marked is not None:
+    elif marked is not None:
         raise PluginError(f"{where} is not a hook of fabricate{did_you_mean(hook, HOOKS)}")
+    elif hook.startswith("on_"):
+        if not _is_called_by_its_class(plugin, method):
+            hint = did_you_mean(hook, HOOKS)
+            otherwise = "it is a method of your own, give it a name that does not begin with on_"
+            raise PluginError(f"{where} is not a hook of fabricate{f'{hint} If' if hint else '; if'} {otherwise}")
     elif _never_called(plugin, method):
         raise PluginError(f"{where} would never be called; use {foreign_names.CALLBACK_NAMES[method][1]}")
     elif isinstance(plugin, Callback) and (near := difflib.get_close_matches(hook, ACTIONS, n=1, cutoff=0.85)):

@@ -286,3 +286,22 @@ def test_a_checkpoint_that_a_plugin_did_not_write_is_not_announced(leaves: str, 
     ):
         fit(Writes(), run_dir=tmp_path)
     assert announced == []
+
+
+def test_a_method_of_the_users_own_may_begin_as_hooks_do_if_another_one_calls_it() -> None:
+    class Learns(Regression):
+        def training_step(self, batch: Any) -> Any:
+            return self.on_policy_loss(batch)
+
+        def on_policy_loss(self, batch: Any) -> Any:
+            return super().training_step(batch)
+
+    assert fit(module=Learns()).steps == 1
+
+    class Checks(Callback):
+        def on_gpu_check(self) -> None:
+            """Called by a script."""
+
+    _refused(
+        Checks(), "Checks.on_gpu_check is not a hook of fabricate; if it is a method of your own, give it a name that"
+    )
