@@ -63,13 +63,13 @@ class StepWatch(StepRecord):
         if self._looks <= 0:
             return []
         counts = {rows, *(int(each.over.labels) for each in self._found)}
-        results = [float(each.result) for each in self._all() if each.is_unchanged()]
+        results = [(float(each.result), each.sizes) for each in self._all() if each.is_unchanged()]
         return [
             name
             for name, value, weight, reduce in logged
             if weight is None and reduce == "mean" and type(value) is float and self._varies(name, value)
             if not any(_is_whole(value * count) for count in counts)
-            if not any(_is_quotient(value, result) for result in results)
+            if not any(_is_mean_of(value, result, rows, sizes, counts) for result, sizes in results)
         ]
 
     def _is_of_the_batch(self, each: Reduced, name: str, value: Any, rows: int, others: Collection[int]) -> bool:
@@ -358,10 +358,15 @@ def _is_whole(number: float) -> bool:
     return math.isfinite(number) and round(number) >= 1 and math.isclose(number, round(number), rel_tol=1e-6)
 
 
-def _is_quotient(value: float, result: float) -> bool:
-    """Whether `value` is `result` divided by a whole number, its difference from 1, or one of these in percent."""
-    parts = (value, 1 - value, value / 100, 1 - value / 100)
-    return any(_is_whole(abs(result / part)) for part in parts if part)
+def _is_mean_of(value: float, result: float, rows: int, sizes: tuple[int, ...], counts: Collection[int]) -> bool:
+    """Whether `value` is `result`, or this divided by the number of rows or values of a tensor of these `sizes` or one of `counts`, its
+    difference from 1, or one of these in percent."""
+    divisors = [abs(result / part) for part in (value, 1 - value, value / 100, 1 - value / 100) if part]
+    known = (1, *counts)
+    return any(
+        is_a_count(divisor, rows, sizes) or any(math.isclose(divisor, count, rel_tol=1e-6) for count in known)
+        for divisor in divisors
+    )
 
 
 def _per_row(sums: Iterable[Reduced], rows: int) -> list[float]:
