@@ -29,7 +29,7 @@ class StepWatch(StepRecord):
     def __init__(self, looks: int = _MOST_LOOKS, numbers: dict[str, float] | None = None) -> None:
         """`looks`: the number of batches without a cross-entropy that are inspected. `numbers`: values from batches before."""
         super().__init__()
-        self._looks = looks
+        self._looks = self._looks_at_numbers = looks
         self._weighed: set[str] = set()
         """The names of the metrics that were cross-entropies."""
         self._decided = False
@@ -60,17 +60,21 @@ class StepWatch(StepRecord):
         """The names of Python numbers in `logged` that are not known as a sum or mean that torch computed, or as a share of the `rows` or
         labels of the batch, such as F1. Each is inspected where its value differs from that in the first batch; empty if enough batches
         were inspected. Waits for the device."""
-        if self._looks <= 0:
+        self._looks_at_numbers -= 1
+        if self._looks_at_numbers < 0:
             return []
         counts = {rows, *(int(each.over.labels) for each in self._found)}
         results = [(float(each.result), each.sizes) for each in self._all() if each.is_unchanged()]
-        return [
+        names = [
             name
             for name, value, weight, reduce in logged
             if weight is None and reduce == "mean" and type(value) is float and self._varies(name, value)
+            if f"unknown {name}" not in self._numbers  # each is named once
             if not any(_is_whole(value * count) for count in counts)
             if not any(_is_mean_of(value, result, rows, sizes, counts) for result, sizes in results)
         ]
+        self._numbers |= {f"unknown {name}": math.nan for name in names}
+        return names
 
     def _is_of_the_batch(self, each: Reduced, name: str, value: Any, rows: int, others: Collection[int]) -> bool:
         """Whether the metric `value` is computed from the batch of `rows` rows. Waits for the device for some sizes."""

@@ -348,3 +348,17 @@ def test_a_number_that_torch_did_not_compute_gets_a_note_outside_of_a_fit(
     Trainer(progress=False).test(Measures(), ROWS, batch_size=batch_size)
     noted = capsys.readouterr().err.count("as a number that torch did not compute, so it is not known whether")
     assert noted == (batch_size == 3 and list(NUMBERS).index(gives) < 7)
+
+
+def test_a_note_about_one_metric_beside_a_cross_entropy_hides_no_number(capsys: pytest.CaptureFixture[str]) -> None:
+    class Measures(Regression):
+        def test_step(self, batch: Any) -> Any:
+            error = batch[1] * torch.linspace(-1, 1, 8) + torch.arange(8.0).cos()
+            loss = cross_entropy(error, error[:, 0].gt(0).long())
+            both = (error > 0.4).sum().item()
+            return {"loss": loss, "share": both / (error > 0.2).sum().item(), "perplexity": math.exp(loss.item())}
+
+    Trainer(progress=False).test(Measures(), ROWS, batch_size=3)
+    printed = capsys.readouterr().err
+    assert "gives 'share' as a sum divided by" in printed
+    assert "perplexity as a number that torch did not compute" in printed
