@@ -170,6 +170,7 @@ def prepared(
         precision=_agreed("--precision", precision, file.says("mixed_precision", file.precision)),
         plugins=plugins,
         shutdown_timeout=shutdown_timeout,
+        max_restarts=max_restarts or 0,
         plan_only=plan_only,
         variables=file.variables | variables(given),
     )

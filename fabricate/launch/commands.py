@@ -111,10 +111,11 @@ def environment(
     precision: str | None = None,
     plugins: Sequence[str] = (),
     shutdown_timeout: int | None = None,
+    max_restarts: int = 0,
     plan_only: bool = False,
     variables: Mapping[str, str] | None = None,
 ) -> dict[str, str]:
-    """`base` plus the variables that pass these settings to the ranks; `base` itself is not changed.
+    """`base` plus the variables that pass these settings to the ranks and to torchrun; `base` itself is not changed.
 
     `plugins` are added to those in `base`. Raises ConfigurationError if `base` has another value for a setting.
 
@@ -140,8 +141,9 @@ def environment(
     if plan_only:
         result["FABRICATE_PLAN_ONLY"] = "1"
     result["FABRICATE_LAUNCHED"] = "1"
-    # If the rendezvous and the process group shared a store, it would keep keys from before a restart.
-    result["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    # Ranks meet at a store of torchrun's, whose port no other program can take. It would keep keys from before a restart.
+    if max_restarts:
+        result["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     if isinstance(nproc, int) and nproc > 1:  # one process keeps torch's own choice, as under plain Python
         result.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // nproc)))
     return result

@@ -118,6 +118,31 @@ def test_two_processes_run_through_torchrun_with_options_on_both_sides(script: s
     assert "Traceback" not in process.stderr
 
 
+def test_no_other_program_can_take_the_port_at_which_the_ranks_meet(tmp_path: Path) -> None:
+    path = tmp_path / "taken.py"
+    path.write_text(
+        "import contextlib, os, socket\n"
+        "port = int(os.environ['MASTER_PORT'])\n"
+        "if os.environ['RANK'] == '0':\n"
+        "    other = socket.socket()\n"
+        "    with contextlib.suppress(OSError):\n"
+        "        other.bind(('', port)), other.listen()\n"
+        "import torch\n"
+        "from fabricate import Trainer, TrainModule\n"
+        "class Module(TrainModule):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.layer = torch.nn.Linear(1, 1)\n"
+        "    def training_step(self, batch):\n"
+        "        return self.layer(batch).square().mean()\n"
+        "    def configure_optimizers(self):\n"
+        "        return torch.optim.SGD(self.parameters(), lr=0.1)\n"
+        "Trainer(max_steps=1, progress=False).fit(Module(), torch.ones(4, 1), batch_size=2)\n"
+    )
+    process = _run("run", str(path), "--nproc", "2")
+    assert process.returncode == 0, process.stderr
+
+
 def test_two_nodes_find_each_other(script: str) -> None:
     shared = ("run", script, "--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", str(free_port()))
     nodes = [

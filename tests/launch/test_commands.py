@@ -313,8 +313,11 @@ def test_settings_travel_as_variables() -> None:
         "FABRICATE_PRECISION": "bf16",
         "FABRICATE_STRATEGY": "ddp",
         "OMP_NUM_THREADS": "3",
-        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
     }
+
+
+def test_ranks_that_may_be_restarted_open_a_new_store_each_time() -> None:
+    assert environment({}, nproc=2, max_restarts=1)["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"
 
 
 def test_several_ranks_share_the_cores_and_one_is_left_alone() -> None:
