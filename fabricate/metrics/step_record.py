@@ -82,6 +82,15 @@ _STATISTICS: dict[Any, str] = {
 """Functions of all values of a tensor that are not linear, with their names in messages."""
 ORDERS = ("median", "max", "min")
 """Those that are no functions of means."""
+_FROM_PYTHON = (
+    torch.tensor,
+    torch.as_tensor,
+    torch.asarray,
+    torch.scalar_tensor,
+    torch.from_numpy,
+    torch.full,
+    torch.Tensor.new_tensor,
+)
 _DESCRIBED = frozenset({*_FUNCTIONS, *_STATISTICS, *_SCALING, *_ADDITIONS, *_ABSOLUTE})
 """The functions whose result may be a non-linear function of what a step computes."""
 _MOST_NUMBERS, _MOST_SUMS, _MOST_MEANS = 10_000, 1000, 8
@@ -183,9 +192,11 @@ class StepRecord(TorchFunctionMode):
 
         self._stacks: dict[int, tuple[torch.Tensor, list[torch.Tensor]]] = {}
         """By the id of the result: stacks of numbers, such as the losses of several heads, and what was stacked."""
+        self._from_python: dict[int, tuple[torch.Tensor, int | None]] = {}
+        """By the id of the result: tensors of one number that were made of Python or NumPy numbers, with their versions."""
 
     def __enter__(self) -> Self:
-        self._found, self._reduced, self._functions, self._stacks = [], {}, {}, {}
+        self._found, self._reduced, self._functions, self._stacks, self._from_python = [], {}, {}, {}, {}
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
@@ -213,6 +224,8 @@ class StepRecord(TorchFunctionMode):
             if func in _CROSS_ENTROPIES:
                 self._remember(result, *args, **kwargs)
                 args = args[1:]  # a sum is one over labels
+            if func in _FROM_PYTHON or (args and id(args[0]) in self._from_python and func in _COPIES):
+                self._from_python[id(result)] = result, _version(result)
             if args and isinstance(args[0], torch.Tensor) and args[0].layout is torch.strided:
                 self._describe(func, result, args, kwargs.get("reduction"))
         elif func is torch.stack and args and all(id(part) in self._reduced for part in args[0]):
@@ -282,6 +295,13 @@ class StepRecord(TorchFunctionMode):
 
     def _unchanged(self, value: Any) -> list[Reduced]:
         return [each for each in self._reduced.get(id(value), []) if each.is_unchanged()]
+
+    def _is_from_python(self, value: Any) -> bool:
+        """Whether `value` is a tensor that was made of a Python or NumPy number, and not changed."""
+        made = self._from_python.values()
+        return isinstance(value, torch.Tensor) and any(
+            value.data_ptr() == tensor.data_ptr() and _version(tensor) == version for tensor, version in made
+        )
 
     def _function(self, value: Any) -> tuple[Reduced | None, str]:
         each, name = self._functions.get(id(value), (None, ""))

@@ -6,9 +6,10 @@ modules, batches, the loop.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -57,24 +58,27 @@ class StepWatch(StepRecord):
         return ""
 
     def of_unknown_origin(self, logged: list[Any], rows: int) -> list[str]:
-        """The names of Python numbers in `logged` that are not known as a sum or mean that torch computed, or as a share of the `rows` or
-        labels of the batch, such as F1. Each is inspected where its value differs from that in the first batch; empty if enough batches
-        were inspected. Waits for the device."""
+        """The names of Python numbers in `logged`, also as tensors, that are not known as a sum or mean that torch computed, or as a share
+        of the `rows` or labels of the batch, such as F1. Each is inspected where its value differs from that in the first batch; empty if
+        enough batches were inspected. Waits for the device."""
         self._looks_at_numbers -= 1
         if self._looks_at_numbers < 0:
             return []
         counts = {rows, *(int(each.over.labels) for each in self._found)}
         results = [(float(each.result), each.sizes) for each in self._all() if each.is_unchanged()]
-        names = [
+        return [
             name
-            for name, value, weight, reduce in logged
-            if weight is None and reduce == "mean" and type(value) is float and self._varies(name, value)
-            if f"unknown {name}" not in self._numbers  # each is named once
+            for name, value in self._from_python_in(logged)
+            if value and self._varies(name, value)
             if not any(_is_whole(value * count) for count in counts)
             if not any(_is_mean_of(value, result, rows, sizes, counts) for result, sizes in results)
         ]
-        self._numbers |= {f"unknown {name}": math.nan for name in names}
-        return names
+
+    def _from_python_in(self, logged: list[Any]) -> Iterator[tuple[str, float]]:
+        """The entries of `logged` that are Python numbers and have no weight. Waits for the device for those that are tensors."""
+        for name, value, weight, reduce in logged:
+            if weight is None and reduce == "mean" and (type(value) is float or self._is_from_python(value)):
+                yield name, float(value)
 
     def _is_of_the_batch(self, each: Reduced, name: str, value: Any, rows: int, others: Collection[int]) -> bool:
         """Whether the metric `value` is computed from the batch of `rows` rows. Waits for the device for some sizes."""
@@ -219,6 +223,12 @@ class StepWatch(StepRecord):
                 return True
         sums = [float(each.result) for each in self._sums()]
         return any(math.isclose(number, value * count) for number in sums for count in counts)
+
+    def supposing_another_value(self, name: str) -> StepWatch:
+        """The same record of the same batch, as if the metric `name` had another value in a batch before."""
+        watch = copy.copy(self)
+        watch._numbers, watch._inspected, watch._unclear = {name: math.nan}, Counter(), {}
+        return watch
 
     def another_look(self) -> StepWatch | None:
         """A context for the next batch of an evaluation whose metrics are weighted by rows; None if enough batches were inspected."""

@@ -238,6 +238,7 @@ def _evaluate_source(run: Run, source: Source, stage: str, most: int | None, eva
             steps.keep(batch, item)
     if most is not None:
         steps.compare_halves()
+    steps.join_notes()
     check_first(run, source)
     return _joined(evaluated.finish(metrics), _of_whole_set(run, rows) if rows is not None else {}, prefix)
 

@@ -7,37 +7,38 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 import torch
 
-from fabricate.data.batches import EvalBatch, rows_at, rows_of, rows_that_came, several_labels, visible_rows
+from fabricate.data.batches import EvalBatch, rows_at, rows_of, rows_that_came, visible_rows
 from fabricate.data.digests import digest
 from fabricate.distributed.group import remembered_buffers
-from fabricate.errors import ConfigurationError, few
+from fabricate.errors import ConfigurationError
 from fabricate.metrics.torchmetrics_objects import snapshot_torchmetrics
 from fabricate.model.compiling import is_compiled
 from fabricate.module import STEPS, TrainModule
 from fabricate.seeding import is_generator, rng_state, state_of
 from fabricate.training.evaluations.evaluated import prefix_of
+from fabricate.training.evaluations.metric_notes import (
+    SIZE,
+    Held,
+    Mean,
+    MetricNotes,
+    Note,
+    about_beside,
+    about_function,
+    about_halves,
+    about_rows,
+    about_sums,
+)
 from fabricate.training.saves.attributes import remembered
 from fabricate.training.state.run_state import Run
 from fabricate.training.updates.step_output import one_weight
 
 if TYPE_CHECKING:
     from fabricate.metrics.step_watch import StepWatch
-
-_NUMBER = re.compile(r"(?<![\w'@.])-?\d[\d.]*(?![\w'])")
-"""A number in a note, such as the count by which a step divides. It may differ between epochs, and the note is the same. The number in the
-name of a metric, which is in quotes, is none."""
-_SIZE = "a metric depends on the batch size"
-"""The topic of two notes, of which one is enough."""
-_CLOSE = 1e-2
-"""The relative difference between a metric and the mean over halves of its batch that gets a note. Kernels in low precision give other
-roundings for another batch size."""
-
 
 _WITH_FAST_PATHS = (torch.nn.TransformerEncoder, torch.nn.TransformerEncoderLayer, torch.nn.MultiheadAttention)
 """Layers that compute in another way while no gradients are needed, with other values at padded positions, but not while functions of torch
@@ -107,7 +108,9 @@ class MeasuredSteps:
         self._has_fast_paths = _has_fast_paths(run.module)
         self._by_labels = True
         self._other_sizes = {tensor.numel() for tensor in (*run.module.parameters(), *run.module.buffers())}
+        self._notes = MetricNotes(run, stage)
         self._noted = False
+        """Whether there was a note about something else than the batch size."""
         self._kept: _Kept | None = None
 
     def _watched(self, watch: StepWatch | None) -> contextlib.AbstractContextManager[object]:
@@ -131,39 +134,69 @@ class MeasuredSteps:
             return weight
         if watch is None:
             return rows_in(item)
-        came = _rows_seen(item)
-        self._note(_about_sums(self._stage, watch.summed(logged, came, self._other_sizes)))
-        if came is not None and came > 1 and came != self._whole:
-            self._note_function(watch.function_of_a_mean(logged, came, self._other_sizes))
-            if self._run.source is None:  # a fit compares halves of a batch instead
-                self._note(_about_numbers(self._stage, watch.of_unknown_origin(logged, came)))
+        came, unweighed = _rows_seen(item), list(logged)
+        self._say(*self._notes_of_values(watch, logged, came))
+        self._notes.say_from_python(self._from_python(watch, logged, came))
         weight = watch.weigh(logged, came) if self._by_labels else None
         if weight is None and not any(own is None and reduce == "mean" for _, _, own, reduce in logged):
             return rows_in(item)  # no metric has the weight of its batch
-        if weight is None:
-            computed = watch.of_other_than_rows(logged, came, self._whole, self._other_sizes)
-            one_per_row = came is not None and watch.gives_losses_over_rows(logged, came)
-            text = _about_rows(self._run, self._stage, item.batch, computed, one_per_row)
-            self._by_labels, self._watch = False, None if text else watch.another_look()
-        else:
-            text = _about_beside(self._stage, watch.beside(logged, came, self._other_sizes))
-        self._note(text)
-        return rows_in(item) if weight is None else weight
+        self._by_labels = weight is not None
+        one_per_row = weight is None and came is not None and watch.gives_losses_over_rows(logged, came)
+        is_noted = self._say(self._note_of_weight(watch, logged, came, item, one_per_row))
+        if self._notes.waits_for_values:
+            self._hold(watch, unweighed, logged, came, item)
+        if weight is not None:
+            return weight
+        self._watch = None if is_noted else watch.another_look()
+        return rows_in(item)
 
-    def _note(self, text: str) -> None:
-        if text:
-            self._noted = True
-            self._run.journal.note(text, topic=_NUMBER.sub("#", text))
+    def _say(self, *notes: Note) -> bool:
+        """Print `notes`. Returns whether there are any."""
+        said = [note for note in notes if self._notes.say(note)]
+        self._noted = self._noted or any(note.topic != SIZE for note in said)
+        return bool(said)
 
-    def _note_function(self, metric: str) -> None:
-        """Note a `metric` that is a function of a mean over a batch. The check before training compares halves instead."""
-        if metric and not self._run.engine.moment.trial:
-            self._run.journal.note(
-                f"{STEPS[self._stage]} gives {metric}, so its mean over batches depends on the batch size and the number of ranks. Log the "
-                "mean itself, or compute the metric once from all rows: return 'outputs' and define compute_metrics, or log a torchmetrics "
-                "object",
-                topic=_SIZE,
-            )
+    def _notes_of_values(self, watch: StepWatch, logged: list[Any], came: int | None) -> Iterator[Note]:
+        """Notes about metrics that are sums, or functions of what torch computed. `came`: the rows of the batch."""
+        yield Note(about_sums(self._stage, watch.summed(logged, came, self._other_sizes)))
+        if (
+            self._is_part(came) and not self._run.engine.moment.trial
+        ):  # the check before training compares halves instead
+            yield Note(about_function(self._stage, watch.function_of_a_mean(logged, came, self._other_sizes)), SIZE)
+
+    def _from_python(self, watch: StepWatch, logged: list[Any], came: int | None) -> list[str]:
+        """The names of metrics that torch did not compute. A fit compares halves of a batch instead."""
+        return watch.of_unknown_origin(logged, came) if self._is_part(came) and self._run.source is None else []
+
+    def _is_part(self, came: int | None) -> TypeGuard[int]:
+        """Whether a batch of `came` rows has several rows, but not all."""
+        return came is not None and came > 1 and came != self._whole
+
+    def _note_of_weight(
+        self, watch: StepWatch, logged: list[Any], came: int | None, item: EvalBatch, one_per_row: bool
+    ) -> Note:
+        """A note about a metric whose weight may not be what it is a mean over. `one_per_row`: whether the losses are means over one value
+        per row."""
+        if self._by_labels:
+            return Note(about_beside(self._stage, watch.beside(logged, came, self._other_sizes)))
+        computed = watch.of_other_than_rows(logged, came, self._whole, self._other_sizes)
+        return Note(about_rows(self._run, self._stage, item.batch, computed, one_per_row))
+
+    def _hold(
+        self, watch: StepWatch, unweighed: list[Any], logged: list[Any], came: int | None, item: EvalBatch
+    ) -> None:
+        """Keep what there is to say about metrics of this rank's first batch in case that their values differ between ranks. Waits for the
+        device."""
+        metrics = {}
+        for before, after in zip(unweighed, logged, strict=True):
+            name, value, weight, reduce = before
+            if weight is None and reduce == "mean":
+                supposing = watch.supposing_another_value(name)
+                notes = [*self._notes_of_values(supposing, [before], came)]
+                notes.append(self._note_of_weight(supposing, [after], came, item, one_per_row=True))
+                is_from_python = bool(self._from_python(supposing, [before], came))
+                metrics[name] = Held(float(value), [note for note in notes if note.text], is_from_python)
+        self._notes.hold(metrics)
 
     def keep(self, batch: Any, item: EvalBatch) -> None:
         """Keep `batch`, the copy of `item` on the device, for `compare_halves`, if it is the first with several rows."""
@@ -194,13 +227,16 @@ class MeasuredSteps:
             restore()
             run.module._logged.clear()
             run.now.batch, run.now.batch_indices = None, ()
-        if self._noted:  # about the weight of its losses
+        if self._noted:  # perhaps about the weight of its losses
             whole = {name: mean for name, mean in whole.items() if not name.endswith("loss")}
-        text = "" if draws else _about_halves(self._stage, kept.rows, whole, one, other, turned)
-        if text:
-            run.journal.note(text, topic=_SIZE)
+        if not draws:
+            self._say(Note(about_halves(self._stage, kept.rows, whole, one, other, turned), SIZE))
 
-    def _measure(self, kept: _Kept, order: list[int]) -> dict[str, _Mean]:
+    def join_notes(self) -> None:
+        """Print what other ranks saw of the metrics. All ranks, after the last batch."""
+        self._notes.join()
+
+    def _measure(self, kept: _Kept, order: list[int]) -> dict[str, Mean]:
         """The metrics that are averaged, of the rows of a batch at the places in `order`."""
         now, logged, watch, rows = self._run.now, self._run.module._logged, _new_watch(), len(order)
         logged.clear()
@@ -214,7 +250,7 @@ class MeasuredSteps:
             weight = watch.weigh(logged, rows)
             weight = rows if weight is None else weight
         return {
-            name: _Mean(float(value), float(weight if own is None else own))
+            name: Mean(float(value), float(weight if own is None else own))
             for name, value, own, reduce in logged
             if reduce == "mean"
         }
@@ -234,11 +270,6 @@ class _Kept(NamedTuple):
     indices: Sequence[int]
     """The positions of its rows in the data set."""
     batch_idx: int
-
-
-class _Mean(NamedTuple):
-    value: float
-    weight: float
 
 
 def restorable(module: TrainModule) -> Callable[[], None]:
@@ -314,81 +345,3 @@ def _is_same(logged: Any, returned: Any) -> bool:
     if isinstance(logged, torch.Tensor) and isinstance(returned, torch.Tensor):
         return logged.data_ptr() == returned.data_ptr()
     return logged is returned or (type(logged) is type(returned) is float and logged == returned)
-
-
-def _about_rows(run: Run, stage: str, batch: Any, computed: str, one_per_row: bool) -> str:
-    """A note about metrics that are weighted by rows but are probably means over something else; "" if there are none. `computed`: the
-    operation from which the step seems to get them; `one_per_row`: whether the losses are means over one value per row."""
-    shape = None if one_per_row else several_labels(batch)
-    why = f"a batch holds whole numbers of the shape {shape}, several per row," if shape is not None else ""
-    if computed:
-        why = f"{STEPS[stage]} computes {computed},"
-    elif not why and run.optim.gives_weights and any(name.endswith("loss") for name, *_ in run.module._logged):
-        why = "training_step returns a weight with its loss,"
-    if not why:
-        return ""
-    return (
-        f"{why} and {STEPS[stage]} does not return a plain cross-entropy, so its metrics are weighted by rows. Where rows have "
-        "unequal numbers of labels, return a weight too: {..., 'weight': what the means were taken over}"
-    )
-
-
-def _about_beside(stage: str, metric: str) -> str:
-    """A note about a `metric` that has the weight of a cross-entropy in the same step; "" if there is none."""
-    if not metric:
-        return ""
-    return (
-        f"{STEPS[stage]} gives {metric}, but its weight in the mean over the data set is that of the cross-entropy in the same step, the "
-        "number of its labels. Give it a weight of its own: self.log(name, value, weight=what its mean was taken over)"
-    )
-
-
-def _about_sums(stage: str, names: list[str]) -> str:
-    """A note about metrics, with these `names`, that are sums over the rows of a batch; "" if there are none."""
-    if not names:
-        return ""
-    return (
-        f"{STEPS[stage]} gives {few(names)} as a sum over the rows of a batch, and metrics are averaged: the result is the mean of the "
-        f"sums. Log the mean instead, or add the sums up: self.log({names[0]!r}, value, reduce='sum')"
-    )
-
-
-def _about_numbers(stage: str, names: list[str]) -> str:
-    """A note about metrics that were computed outside of torch; "" if there are none."""
-    if not names:
-        return ""
-    return (
-        f"{STEPS[stage]} gives {few(names)} as a number that torch did not compute, so it is not known whether the mean over batches is "
-        "that of all rows. If it is a mean over rows, say so: self.log(name, value, weight=the number of rows). Otherwise compute it "
-        "once from all rows: return 'outputs' and define compute_metrics, or log a torchmetrics object"
-    )
-
-
-def _about_halves(
-    stage: str,
-    rows: int,
-    whole: dict[str, _Mean],
-    one: dict[str, _Mean],
-    other: dict[str, _Mean],
-    turned: dict[str, _Mean],
-) -> str:
-    """A note about metrics of a batch of `rows` rows that are not the weighted means over its halves, `one` and `other`; "" if there are
-    none. A metric that differs in `turned`, where the rows have another order, has random numbers in it and is not compared."""
-    differing = {}
-    for name in whole.keys() & turned.keys() & one.keys() & other.keys():
-        halves, value = (one[name], other[name]), whole[name].value
-        weight = sum(half.weight for half in halves)
-        mean = sum(half.value * half.weight for half in halves) / weight if weight else value
-        noise = abs(turned[name].value - value)
-        if abs(mean - value) > max(_CLOSE * max(abs(value), *(abs(half.value) for half in halves)), 20 * noise):
-            differing[name] = (value, mean)
-    if not differing:
-        return ""
-    names = sorted(differing)
-    value, mean = differing[names[0]]
-    return (
-        f"{STEPS[stage]} gives {few(names)}, which averaged over batches depends on the batch size and the number of ranks: "
-        f"{names[0]!r} of {rows} rows is {value:.6g}, and the mean over two halves of them is {mean:.6g}. To compute it once from all "
-        "rows, return 'outputs' and define compute_metrics, or log a torchmetrics object. If it is a mean over something other than "
-        "rows, log it with weight=what the mean was taken over"
-    )
