@@ -12,9 +12,11 @@ import torch
 from torch.utils.data import TensorDataset
 
 from fabricate import Trainer, TrainModule
+from fabricate.checkpoint.state.contents import not_finite
 from fabricate.data.flat_bytes import flat_bytes
 from fabricate.strategies.sharding import broadcast
 from fabricate.testing import run_ranks
+from fabricate.training.saves.replicas import bits
 
 COLUMN = np.arange(8, dtype=np.float32)[:, None]  # a row of it is one element with the stride 0
 TENSORS: dict[str, Callable[[], torch.Tensor]] = {
@@ -37,6 +39,14 @@ def test_the_bytes_are_those_of_the_elements_in_order(kind: str) -> None:
     data = flat_bytes(tensor)
     assert (data.dtype, data.shape) == (torch.uint8, (tensor.numel() * tensor.element_size(),))
     assert torch.equal(data.clone().view(tensor.dtype), tensor.flatten())
+
+
+@pytest.mark.parametrize("kind", TENSORS)
+def test_equal_elements_have_equal_bits_and_finite_ones_are_found(kind: str) -> None:
+    tensor = TENSORS[kind]()
+    copy = tensor.resolve_conj().resolve_neg().clone()
+    assert torch.equal(bits(tensor), bits(copy))
+    assert not not_finite([("it", tensor)], tensor.device)
 
 
 class Odd(TrainModule):

@@ -42,7 +42,7 @@ def not_finite(tensors: Iterable[tuple[str, torch.Tensor]], device: torch.device
     names, flags = [], []
     for name, tensor in tensors:
         if tensor.numel():
-            real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+            real = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
             names.append(name)
             # One pass: minimum and maximum propagate NaN. isfinite and a norm take ten times as long on a CPU.
             flags.append(torch.stack(real.aminmax()).isfinite().all().to(device))

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 import xxhash
 
+from fabricate.data.flat_bytes import flat_bytes
 from fabricate.errors import RankError, few
 from fabricate.strategies.sharding import Part, is_sharded, is_wrapper
 from fabricate.training.state.run_state import Run
@@ -109,8 +110,8 @@ def _held(run: Run) -> Iterator[tuple[str, int, torch.Tensor]]:
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
     """The elements of `tensor` as a flat tensor of integers of the same size. Their sum almost certainly differs for different values."""
-    flat = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).reshape(-1)
-    return flat.view(_OF_SIZE[flat.element_size()])
+    size = tensor.element_size() // (2 if tensor.is_complex() else 1)
+    return flat_bytes(tensor).view(_OF_SIZE[size])
 
 
 def _options(run: Run) -> dict[str, Any]:
