@@ -458,13 +458,16 @@ def recorded(module: TrainModule) -> tuple[dict[str, Any], list[str]]:
     except TypeError:
         return {}, []
     values: dict[str, Any] = {}
+    twice: set[str] = set()
     for name, value in list(bound.arguments.items())[1:]:
         kind = bound.signature.parameters[name].kind
         if kind is inspect.Parameter.VAR_KEYWORD:
+            twice = values.keys() & value.keys()  # a positional-only argument may have the name of a keyword argument
             values |= value
         else:
             values[name] = list(value) if kind is inspect.Parameter.VAR_POSITIONAL else value
-    return recordable(values)
+    held, lost = recordable({name: value for name, value in values.items() if name not in twice})
+    return held, lost + sorted(twice)
 
 
 def _as_given(value: Any) -> Any:

@@ -6,6 +6,7 @@ import copy
 import enum
 import itertools
 import pickle
+from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -358,6 +359,21 @@ def test_arguments_in_a_checkpoint_of_an_earlier_version_are_read() -> None:
 def test_an_enumeration_is_not_recorded_because_it_would_come_back_as_a_text() -> None:
     for given in (Kind.WIDE, [Kind.WIDE], {"a": [Kind.WIDE]}, {Kind.WIDE: 1}):
         assert recorded(Regression(act=given)) == ({}, ["act"])
+
+
+@pytest.mark.parametrize("given", [Counter("aab"), defaultdict(int, a=1), {"a": Counter("aab")}])
+def test_a_dict_with_values_of_its_own_is_not_recorded_because_it_would_come_back_without_them(given: Any) -> None:
+    assert recorded(Regression(act=given)) == ({}, ["act"])
+
+
+def test_an_argument_whose_name_is_a_further_keyword_argument_too_is_not_recorded() -> None:
+    class Positional(Regression):
+        def __init__(self, width: int, /, **rest: Any) -> None:
+            super().__init__(width)
+            self.rest = rest
+
+    assert recorded(Positional(6, depth=2)) == ({"width": 6, "depth": 2}, [])
+    assert recorded(Positional(6, width=5, depth=2)) == ({"depth": 2}, ["width"])
 
 
 def test_a_mapping_is_recorded_as_it_was_given_though_the_constructor_takes_from_it(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import json
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -23,7 +24,7 @@ def recordable(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
         try:
             copy = tuple(plain(value)) if type(value) is tuple else plain(value)
             encode(copy, _no_name)
-            same = not _has_enumeration(value) and bool(copy == value)
+            same = not _behaves_otherwise(value) and bool(copy == value)
         except (TypeError, ValueError, CheckpointError):
             same = False
         if same:
@@ -56,11 +57,14 @@ def plain(value: Any) -> Any:
     return json.loads(json.dumps(value, allow_nan=False, default=_number))
 
 
-def _has_enumeration(value: Any) -> bool:
-    """Whether `value` is or holds a member of an enumeration: JSON would give its text or number back, which is equal to it."""
+def _behaves_otherwise(value: Any) -> bool:
+    """Whether `value` is or holds a member of an enumeration, a Counter or a defaultdict: what JSON gives back is equal to it, but behaves
+    otherwise."""
+    if isinstance(value, enum.Enum | Counter | defaultdict):
+        return True
     if isinstance(value, dict):
-        return any(map(_has_enumeration, (*value, *value.values())))
-    return isinstance(value, enum.Enum) or (isinstance(value, list | tuple) and any(map(_has_enumeration, value)))
+        return any(map(_behaves_otherwise, (*value, *value.values())))
+    return isinstance(value, list | tuple) and any(map(_behaves_otherwise, value))
 
 
 def _number(value: Any) -> Any:
