@@ -157,11 +157,10 @@ class MeasuredSteps:
         return bool(said)
 
     def _notes_of_values(self, watch: StepWatch, logged: list[Any], came: int | None) -> Iterator[Note]:
-        """Notes about metrics that are sums, or functions of what torch computed. `came`: the rows of the batch."""
+        """Notes about metrics that are sums, or functions of what torch computed; the latter not in the check before training, which
+        compares halves of a batch. `came`: the rows of the batch."""
         yield Note(about_sums(self._stage, watch.summed(logged, came, self._other_sizes)))
-        if (
-            self._is_part(came) and not self._run.engine.moment.trial
-        ):  # the check before training compares halves instead
+        if self._is_part(came) and not self._run.engine.moment.trial:
             yield Note(about_function(self._stage, watch.function_of_a_mean(logged, came, self._other_sizes)), SIZE)
 
     def _from_python(self, watch: StepWatch, logged: list[Any], came: int | None) -> list[str]:
