@@ -37,6 +37,14 @@ def check_plugin(plugin: object, name: str) -> None:
     owner = plugin.__name__ if inspect.ismodule(plugin) else type(plugin).__name__
     for method, function, options in _functions(plugin):
         where = f"{owner}.{method}"
+        if method in EVENTS and getattr(function, "__func__", None) is vars(Listener)[method]:
+            hidden = next(
+                base.__name__ for base in type(plugin).__mro__ if method in vars(base) and base is not Listener
+            )
+            raise PluginError(
+                f"{where}: a base class that comes before {hidden} has an empty method {method}, which hides that of {hidden}. List "
+                f"{hidden} first: class {owner}({hidden}, ...)"
+            )
         if options is not None or isinstance(plugin, Listener):
             _check_hook(plugin, where, method, function, options)
         elif method in EVENTS:

@@ -37,6 +37,22 @@ def _refused(plugin: object, message: str, **arguments: Any) -> None:
     assert not forwards
 
 
+def test_a_hook_that_a_base_class_hides_is_refused_with_the_order_that_shows_it() -> None:
+    class Mixed:
+        def on_step(self, loss: torch.Tensor) -> None:
+            self.heard = True
+
+        @staticmethod
+        def helper() -> None: ...
+
+    _refused(type("Hidden", (Callback, Mixed), {})(), "List Mixed first: class Hidden(Mixed, ...)")
+    with pytest.raises(PluginError, match=r"List Mixed first: class Hidden\(Mixed, \.\.\.\)"):
+        fit(module=type("Hidden", (Regression, Mixed), {})())
+    shown = type("Shown", (Mixed, Regression), {})()
+    fit(module=shown)
+    assert shown.heard
+
+
 @pytest.mark.parametrize(("wrong", "right"), sorted(foreign_names.HOOKS.items()))
 def test_a_hook_of_lightning_or_transformers_is_refused_with_ours(wrong: str, right: str) -> None:
     plugin = type("Migrated", (Callback,), {wrong: _method(wrong)})()
