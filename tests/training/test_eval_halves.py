@@ -8,6 +8,7 @@ import io
 import math
 import random
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy
@@ -437,3 +438,50 @@ def test_a_note_about_one_metric_beside_a_cross_entropy_hides_no_number(capsys: 
     printed = capsys.readouterr().err
     assert "gives 'share' as a sum divided by" in printed
     assert "perplexity as a number that torch did not compute" in printed
+
+
+class Counts(Regression):
+    """Measures in Python what the check before training cannot compare: 0 before training, or in some batches only."""
+
+    def __init__(self, gives: str) -> None:
+        super().__init__()
+        self.gives, self.trained = gives, False
+
+    def on_step(self) -> None:
+        self.trained = True
+
+    def validation_step(self, batch: Any) -> Any:
+        error = batch[1] * torch.linspace(-1, 1, 8) + torch.arange(8.0).cos()
+        parts = error[error[:, 0] > 0.3].numpy()
+        if self.gives == "of some rows" and len(parts):
+            self.log("part", float(abs(parts).mean()))
+        return {
+            "f1, 0 before training": lambda: {"f1": _f1(error) * self.trained},
+            "f1": lambda: {"f1": _f1(error)},
+            "of some rows": dict,
+            "mean by numpy": lambda: {"mae": float(abs(error.numpy()).mean())},
+            "share that is 0 before training": lambda: {
+                "share": float((error[:, 0] > 0.3).numpy().mean()) * self.trained
+            },
+        }[self.gives]()
+
+
+@pytest.mark.parametrize(
+    ("gives", "strategy", "is_noted"),
+    [
+        ("f1, 0 before training", "single", True),
+        ("of some rows", "single", True),
+        ("f1", "fsdp", True),
+        ("mean by numpy", "single", False),
+        ("share that is 0 before training", "single", False),
+    ],
+)
+def test_a_number_that_halves_did_not_show_gets_a_note_in_a_fit(
+    gives: str, strategy: str, is_noted: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for steps in (4, 8):  # the second fit resumes
+        trainer = Trainer(max_steps=steps, validate_every=2, progress=False, strategy=strategy, run_dir=tmp_path)
+        trainer.fit(Counts(gives), ROWS, ROWS, batch_size=3)
+        printed = capsys.readouterr().err
+        noted = "as a number that torch did not compute" in printed
+        assert noted == (is_noted and steps == 4), printed

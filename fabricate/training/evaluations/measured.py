@@ -164,8 +164,11 @@ class MeasuredSteps:
             yield Note(about_function(self._stage, watch.function_of_a_mean(logged, came, self._other_sizes)), SIZE)
 
     def _from_python(self, watch: StepWatch, logged: list[Any], came: int | None) -> list[str]:
-        """The names of metrics that torch did not compute. A fit compares halves of a batch instead."""
-        return watch.of_unknown_origin(logged, came) if self._is_part(came) and self._run.source is None else []
+        """The names of metrics that torch did not compute, without those of which the check before training compared halves of a batch."""
+        run = self._run
+        if not self._is_part(came) or run.engine.moment.trial or (run.source is not None and run.checkpoints.restored):
+            return []
+        return [name for name in watch.of_unknown_origin(logged, came) if name not in run.halved]
 
     def _is_part(self, came: int | None) -> TypeGuard[int]:
         """Whether a batch of `came` rows has several rows, but not all."""
@@ -230,6 +233,8 @@ class MeasuredSteps:
             whole = {name: mean for name, mean in whole.items() if not name.endswith("loss")}
         if not draws:
             self._say(Note(about_halves(self._stage, kept.rows, whole, one, other, turned), SIZE))
+            alike = whole.keys() & turned.keys() & one.keys() & other.keys()
+            run.halved.update(name for name in alike if one[name].value != other[name].value)
 
     def join_notes(self) -> None:
         """Print what other ranks saw of the metrics. All ranks, after the last batch."""

@@ -205,6 +205,8 @@ class Run:
     now: Now = field(default_factory=Now)
     notes: list[str] = field(default_factory=list)
     """Lines for the plan."""
+    halved: set[str] = field(default_factory=set)
+    """The metrics that the check before training compared with the mean over two halves of a batch, which had different values."""
 
     def data_epoch(self) -> int:
         """The epoch whose batches are read: always the first one under `overfit_batches`."""
