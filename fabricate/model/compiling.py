@@ -58,11 +58,8 @@ def compiled(module: torch.nn.Module, compilation: Compilation) -> Iterator[str]
         )
     import torch._dynamo  # no cost: torch's optimizers import it too
 
-    # Each unit needs several graphs: for training and evaluation, with and without a mask, for one row and for more.
-    # Beyond the limit, torch would silently run the unit uncompiled.
-    limit = 8 * max(2, len(units))
     with contextlib.ExitStack() as stack:
-        stack.enter_context(torch._dynamo.config.patch(recompile_limit=limit, fail_on_recompile_limit_hit=True))
+        stack.enter_context(torch._dynamo.config.patch(**_limits(len(units))))
         for unit in units:
             stack.callback(_restore, unit, unit.__dict__.get("forward"))
             try:
@@ -72,6 +69,25 @@ def compiled(module: torch.nn.Module, compilation: Compilation) -> Iterator[str]
         kinds = dict.fromkeys(type(unit).__name__ for unit in units)
         sizes = "; rows are a dynamic size, because the last batch is shorter" if compilation.rows_differ else ""
         yield f"compiled by unit: {len(units)} ({', '.join(kinds)}), {options.get('backend', 'inductor')}{sizes}"
+
+
+_graphs_before = 0
+"""The largest number of graphs of one `forward` that the fits and evaluations of this process were allowed so far."""
+
+
+def _limits(units: int) -> dict[str, Any]:
+    """The settings of torch for a module of so many units. Each unit needs several graphs: for training and evaluation, with and without a
+    mask, for one row and for more. Beyond the limit, torch would silently run the unit uncompiled. Torch counts graphs of earlier fits
+    too, so the limits add up."""
+    import torch._dynamo
+
+    global _graphs_before
+    before, _graphs_before = _graphs_before, _graphs_before + 8 * max(2, units)
+    return {
+        "recompile_limit": _graphs_before,
+        "accumulated_recompile_limit": torch._dynamo.config.accumulated_recompile_limit + before,
+        "fail_on_recompile_limit_hit": True,
+    }
 
 
 def is_compiled(module: torch.nn.Module) -> bool:

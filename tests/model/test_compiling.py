@@ -212,7 +212,26 @@ def test_a_strategy_that_works_inside_blocks_refuses() -> None:
         fit(Layers(), torch.randn(8, 4), strategy=Inside(), compile=True)
 
 
-def test_more_graphs_than_units_account_for_end_the_fit() -> None:
+def test_fits_of_several_models_in_one_process_are_compiled() -> None:
+    """Each model has other graphs of the same `forward`, and torch counts those of the models before."""
+
+    class Wide(Layers):
+        def __init__(self, width: int) -> None:
+            super().__init__()
+            self.first = torch.nn.Sequential(torch.nn.Linear(4, width), torch.nn.Linear(width, 1))
+
+        def training_step(self, batch: torch.Tensor) -> torch.Tensor:
+            return self.first(batch).mean()
+
+    torch._dynamo.reset()
+    for width in range(8, 34):
+        trainer = Trainer(max_epochs=1, progress=False, compile=EAGER)
+        trainer.fit(Wide(width), Rows(torch.randn(8, 4)), batch_size=4)
+
+
+def test_more_graphs_than_units_account_for_end_the_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fabricate.model.compiling._graphs_before", 0)
+
     class Unsteady(torch.nn.Module):
         calls = 0
 

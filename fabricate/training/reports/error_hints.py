@@ -28,9 +28,9 @@ _LATE = (
     "CPU. The usual cause is an index out of range (a label outside of the classes, a token outside of the vocabulary)"
 )
 _COMPILED_TOO_OFTEN = (
-    "compile=: a block was compiled for more kinds of input than its limit of 8, which rows of changing length, a mask that is sometimes "
-    "None or a number that changes from batch to batch can cause. Pad all rows to one length, set use_cache=False for a model of "
-    "transformers, or leave compile= out"
+    "compile=: a block was compiled for more kinds of input than its limit, which rows of changing length, a mask that is sometimes None "
+    "or a number that changes from batch to batch can cause. Pad all rows to one length, set use_cache=False for a model of transformers, "
+    "or leave compile= out"
 )
 _MISSED = "Expected to have finished reduction in the prior iteration"
 

@@ -179,7 +179,7 @@ def check_loss(run: Run, loss: Any) -> None:
     if loss is None:
         raise ConfigurationError(
             f"{where} nothing; return the loss. To leave rows out, leave them out of the data, or return {{'loss': a finite loss, "
-            "'weight': 0}}: the batch then counts for nothing, but the optimizer makes the update even if no other batch is part of it"
+            "'weight': 0}: the batch then counts for nothing, but the optimizer makes the update even if no other batch is part of it"
         )
     if not isinstance(loss, torch.Tensor):
         raise ConfigurationError(
