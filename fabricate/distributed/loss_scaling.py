@@ -43,6 +43,9 @@ class Scaled:
 
     def step(self, optimizer: torch.optim.Optimizer) -> bool:
         """Apply the update. Returns False if a gradient overflowed. Waits for the device once."""
+        if all(p.grad is None for group in optimizer.param_groups for p in group["params"]):
+            optimizer.step()  # all its parameters are frozen, which the scaler does not expect
+            return True
         overflow = _Overflow()
         hook = optimizer.register_step_post_hook(overflow)
         self._scaler.step(optimizer)

@@ -80,8 +80,21 @@ class Notes(Callback):
         self.weights = {name: tensor.detach().clone().numpy() for name, tensor in whole.items()}
 
 
+class Freezes(Callback):
+    """Trains the discriminator alone in the first two steps, and the generator alone after the fourth."""
+
+    def on_fit_start(self, trainer: Trainer, module: GAN) -> None:
+        trainer.freeze(module.generator.parameters())
+
+    def on_step(self, step: int, trainer: Trainer, module: GAN) -> None:
+        if step == 2:
+            trainer.unfreeze(module.generator.parameters())
+        if step == 4:
+            trainer.freeze(module.discriminator.parameters())
+
+
 def fit(strategy: str, run_dir: Path | None = None, module: Any = None, **options: Any) -> Notes:
-    notes, resume = Notes(), options.pop("resume", "auto")
+    notes, resume, plugins = Notes(), options.pop("resume", "auto"), options.pop("plugins", [])
     trainer = Trainer(
         strategy=strategy,
         precision="fp32",
@@ -89,7 +102,7 @@ def fit(strategy: str, run_dir: Path | None = None, module: Any = None, **option
         **({"max_steps": STEPS, "global_batch_size": 4, "save_every": 2} | options),
         run_dir=run_dir,
         progress=False,
-        plugins=[notes],
+        plugins=[notes, *plugins],
     )
     trainer.fit(module or GAN(), ROWS, batch_size=1, shuffle=False, resume=resume)
     return notes
@@ -102,7 +115,10 @@ def job(world_size: int, directory: Path) -> dict[str, Any]:
         try:
             whole = fit(strategy, directory / kind)
             again = fit(strategy, resume=directory / kind / "checkpoints" / "step-00000004")
-            results[kind] = (whole.weights, again.weights, whole.hooks)
+            frozen = fit(strategy, directory / f"{kind}-frozen", plugins=[Freezes()])
+            from_4 = directory / f"{kind}-frozen" / "checkpoints" / "step-00000004"
+            frozen_again = fit(strategy, resume=from_4, plugins=[Freezes()])
+            results[kind] = (whole.weights, again.weights, whole.hooks, frozen.weights, frozen_again.weights)
         except Exception as exception:
             results[kind] = "".join(traceback.format_exception(exception))
     if world_size > 1:
@@ -120,19 +136,20 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, list
     return directory, {kind: [rank[kind] for rank in (one if ranks == 1 else two)] for kind, ranks in needed.items()}
 
 
-def by_hand() -> tuple[Weights, list[tuple[str, float]]]:
-    """The usual loop: for each batch the discriminator's update, then the generator's."""
+def by_hand(frozen: tuple[tuple[str, int], ...] = ()) -> tuple[Weights, list[tuple[str, float]]]:
+    """The usual loop: for each batch the discriminator's update, then the generator's. `frozen`: turns and steps without an update."""
     from transformers import get_scheduler
 
     module, norms = GAN(), []
     one, other = module.optimizers()
     schedules = [get_scheduler("linear", one, 0, STEPS), get_scheduler("cosine", other, 2, STEPS)]
     turns = {"discriminator": (module.discriminator, one), "generator": (module.generator, other)}
-    for start in ([0, 4, 8] * 2)[:STEPS]:
+    for step, start in enumerate(([0, 4, 8] * 2)[:STEPS]):
         for name, (part, optimizer) in turns.items():
             module.zero_grad()
-            module.loss(torch.stack(ROWS[start : start + 4]), name).backward()
-            norms.append((name, float(torch.nn.utils.clip_grad_norm_(part.parameters(), NORM))))
+            if (name, step) not in frozen:
+                module.loss(torch.stack(ROWS[start : start + 4]), name).backward()
+                norms.append((name, float(torch.nn.utils.clip_grad_norm_(part.parameters(), NORM))))
             optimizer.step()
         for schedule in schedules:
             schedule.step()
@@ -146,13 +163,36 @@ def test_turns_train_as_a_loop_by_hand_and_resume_to_the_last_bit(
     wanted, norms = by_hand()
     for answer in runs[1][kind]:
         assert not isinstance(answer, str), answer
-        whole, again, hooks = answer
+        whole, again, hooks, *_ = answer
         steps = [hook for hook in hooks if hook[0] in ("discriminator", "generator")]
         assert [name for name, _ in steps] == ["discriminator", "generator"] * STEPS
         np.testing.assert_allclose([norm for _, norm in steps], [norm for _, norm in norms], atol=2e-4)
         for name, value in wanted.items():
             np.testing.assert_allclose(whole[name], value, rtol=1e-6, atol=1e-6, err_msg=name)
             np.testing.assert_array_equal(again[name], whole[name], err_msg=name)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_turn_whose_parameters_are_all_frozen_changes_nothing(
+    runs: tuple[Path, dict[str, list[Any]]], kind: str
+) -> None:
+    alone = ("generator", 0), ("generator", 1), ("discriminator", 4), ("discriminator", 5)
+    wanted, _ = by_hand(alone)
+    for answer in runs[1][kind]:
+        assert not isinstance(answer, str), answer
+        *_, frozen, again = answer
+        for name, value in wanted.items():
+            np.testing.assert_allclose(frozen[name], value, rtol=1e-6, atol=1e-6, err_msg=name)
+            np.testing.assert_array_equal(again[name], frozen[name], err_msg=name)
+
+
+def test_under_fp16_a_turn_whose_parameters_are_all_frozen_is_no_error() -> None:
+    module = GAN()
+    before = [parameter.detach().clone() for parameter in module.generator.parameters()]
+    trainer = Trainer(max_steps=2, precision="fp16:init_scale=1024", progress=False, plugins=[Freezes()])
+    assert trainer.fit(module, ROWS, batch_size=4).steps == 2
+    assert all(map(torch.equal, module.generator.parameters(), before))
+    assert not torch.equal(module.discriminator[0].weight, GAN().discriminator[0].weight)
 
 
 def test_replicas_that_do_not_look_for_unused_parameters_are_refused_before_the_first_step(

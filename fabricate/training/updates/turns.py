@@ -35,10 +35,13 @@ def _kept(items: Iterable[Any], into: list[Any]) -> Iterator[Any]:
 @contextmanager
 def turn_of(run: Run, name: str) -> Iterator[None]:
     """While the body runs, `training_step` is called for the optimizer `name`, and parameters that only other optimizers hold require no
-    gradient, so that backward stops there."""
+    gradient, so that backward stops there. If all parameters of this optimizer are frozen, those of the others keep their gradients, which
+    nothing applies: the loss needs some to be computed."""
     object.__setattr__(run.module, "_turn", name)
     own = set(run.optim.updates[name].parameters)
     others = {p for update in run.optim.updates.values() for p in update.parameters if p.requires_grad} - own
+    if not any(parameter.requires_grad for parameter in own):
+        others = set()
     for parameter in others:
         parameter.requires_grad_(False)
     try:
