@@ -471,14 +471,15 @@ def recorded(module: TrainModule) -> tuple[dict[str, Any], list[str]]:
 
 
 def _as_given(value: Any) -> Any:
-    """A copy of a dict or list that JSON can hold, because a constructor may change it; other values themselves."""
-    if not isinstance(value, dict | list):
-        return value
-    from fabricate.checkpoint.format.arguments import plain
-
+    """A copy of a dict, list or tuple and of those inside of it, because a constructor may change them; other values themselves."""
     try:
-        return copy.deepcopy(value) if plain(value) == value else value
-    except (TypeError, ValueError):
+        if isinstance(value, dict):
+            copied = copy.copy(value)
+            for key, each in value.items():
+                copied[key] = _as_given(each)
+            return copied
+        return type(value)(map(_as_given, value)) if type(value) in (list, tuple) else value
+    except Exception:  # it contains itself, or its class does not allow copies
         return value
 
 

@@ -376,6 +376,16 @@ def test_an_argument_whose_name_is_a_further_keyword_argument_too_is_not_recorde
     assert recorded(Positional(6, width=5, depth=2)) == ({"depth": 2}, ["width"])
 
 
+def test_an_entry_that_json_cannot_hold_is_missed_though_the_constructor_takes_it_out() -> None:
+    class Takes(Regression):
+        def __init__(self, options: Any) -> None:
+            super().__init__()
+            self.act = options.pop("act", None) or options["inside"].pop("act")
+
+    for options in ({"act": torch.nn.Tanh, "width": 3}, {"inside": {"act": torch.nn.Tanh}}):
+        assert recorded(Takes(options)) == ({}, ["options"])
+
+
 def test_a_mapping_is_recorded_as_it_was_given_though_the_constructor_takes_from_it(tmp_path: Path) -> None:
     _fit(Configured({"width": 6}), run_dir=tmp_path)
     assert Configured.load_from_checkpoint(tmp_path).layers[0].out_features == 6
