@@ -82,17 +82,10 @@ _STATISTICS: dict[Any, str] = {
 """Functions of all values of a tensor that are not linear, with their names in messages."""
 ORDERS = ("median", "max", "min")
 """Those that are no functions of means."""
-_FROM_PYTHON = (
-    torch.tensor,
-    torch.as_tensor,
-    torch.asarray,
-    torch.scalar_tensor,
-    torch.from_numpy,
-    torch.full,
-    torch.Tensor.new_tensor,
-)
 _DESCRIBED = frozenset({*_FUNCTIONS, *_STATISTICS, *_SCALING, *_ADDITIONS, *_ABSOLUTE})
 """The functions whose result may be a non-linear function of what a step computes."""
+_MOST_VECTORS, _MOST_COLUMNS = 100, 100
+"""The number of sums and means over the first dimension that are recorded, and of the elements of one."""
 _MOST_NUMBERS, _MOST_SUMS, _MOST_MEANS = 10_000, 1000, 8
 """The number of sums and means that are recorded in one batch, and of sums and of means that are followed when they are added up."""
 
@@ -192,11 +185,15 @@ class StepRecord(TorchFunctionMode):
 
         self._stacks: dict[int, tuple[torch.Tensor, list[torch.Tensor]]] = {}
         """By the id of the result: stacks of numbers, such as the losses of several heads, and what was stacked."""
-        self._from_python: dict[int, tuple[torch.Tensor, int | None]] = {}
-        """By the id of the result: tensors of one number that were made of Python or NumPy numbers, with their versions."""
+        self._elements: list[tuple[torch.Tensor, int | None]] = []
+        """Elements that were taken out of tensors, with their versions."""
+        self._vectors: list[tuple[torch.Tensor, int | None, tuple[int, ...] | None]] = []
+        """Sums and means over the first dimension that are not one number, such as one of each column: the result, its version, and for a
+        sum the sizes of what was summed up."""
 
     def __enter__(self) -> Self:
-        self._found, self._reduced, self._functions, self._stacks, self._from_python = [], {}, {}, {}, {}
+        self._found, self._reduced, self._functions, self._stacks = [], {}, {}, {}
+        self._elements, self._vectors = [], []
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
@@ -224,12 +221,14 @@ class StepRecord(TorchFunctionMode):
             if func in _CROSS_ENTROPIES:
                 self._remember(result, *args, **kwargs)
                 args = args[1:]  # a sum is one over labels
-            if func in _FROM_PYTHON or (args and id(args[0]) in self._from_python and func in _COPIES):
-                self._from_python[id(result)] = result, _version(result)
+            if func is torch.Tensor.__getitem__ and len(self._elements) < _MOST_NUMBERS:
+                self._elements.append((result, _version(result)))
             if args and isinstance(args[0], torch.Tensor) and args[0].layout is torch.strided:
                 self._describe(func, result, args, kwargs.get("reduction"))
         elif func is torch.stack and args and all(id(part) in self._reduced for part in args[0]):
             self._stacks[id(result)] = result, list(args[0])
+        elif func in _MEANS or func in _SUMS:
+            self._remember_vector(func, result, *args, **kwargs)
         return result
 
     def _describe(
@@ -296,12 +295,34 @@ class StepRecord(TorchFunctionMode):
     def _unchanged(self, value: Any) -> list[Reduced]:
         return [each for each in self._reduced.get(id(value), []) if each.is_unchanged()]
 
-    def _is_from_python(self, value: Any) -> bool:
-        """Whether `value` is a tensor that was made of a Python or NumPy number, and not changed."""
-        made = self._from_python.values()
-        return isinstance(value, torch.Tensor) and any(
-            value.data_ptr() == tensor.data_ptr() and _version(tensor) == version for tensor, version in made
+    def _remember_vector(
+        self, func: Callable[..., Any], result: Any, values: Any, dim: Any = None, *args: Any, **kwargs: Any
+    ) -> None:
+        dims = kwargs.get("axis", dim)
+        if (
+            not isinstance(result, torch.Tensor)
+            or not isinstance(values, torch.Tensor)
+            or len(self._vectors) == _MOST_VECTORS
+        ):
+            return
+        if result.numel() <= _MOST_COLUMNS and {0, -values.ndim} & set(
+            dims if isinstance(dims, tuple | list) else [dims]
+        ):
+            sizes = (values.numel() // max(result.numel(), 1),)
+            self._vectors.append((result, _version(result), sizes if func in _SUMS else None))
+
+    def _is_element(self, value: torch.Tensor) -> bool:
+        """Whether `value` was taken out of a tensor, and not changed."""
+        return any(
+            value.data_ptr() == each.data_ptr() and _version(each) == version for each, version in self._elements
         )
+
+    def _columns(self) -> Iterator[tuple[float, tuple[int, ...]]]:
+        """The elements of sums and means over the first dimension, with the sizes of what was summed up. Waits for the device."""
+        for vector, version, sizes in self._vectors:
+            if _version(vector) == version and not vector.is_complex():
+                for number in vector.flatten().tolist():
+                    yield float(number), sizes or ()
 
     def _function(self, value: Any) -> tuple[Reduced | None, str]:
         each, name = self._functions.get(id(value), (None, ""))

@@ -7,6 +7,7 @@ modules, batches, the loop.
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
@@ -20,6 +21,7 @@ from fabricate.metrics.loss_weight import Counted
 from fabricate.metrics.reading import on_device
 from fabricate.metrics.step_record import ORDERS, Reduced, StepRecord
 
+_WHOLE, _ELEMENT, _NUMBER = "whole number", "element", "number"
 _MOST_LOOKS = 10
 """The number of batches that are inspected."""
 
@@ -30,7 +32,7 @@ class StepWatch(StepRecord):
     def __init__(self, looks: int = _MOST_LOOKS, numbers: dict[str, float] | None = None) -> None:
         """`looks`: the number of batches without a cross-entropy that are inspected. `numbers`: values from batches before."""
         super().__init__()
-        self._looks = self._looks_at_numbers = looks
+        self._looks = self._looks_at_unknown = looks
         self._weighed: set[str] = set()
         """The names of the metrics that were cross-entropies."""
         self._decided = False
@@ -57,28 +59,41 @@ class StepWatch(StepRecord):
                         return f"{name!r} as {f'the {function}' if function in ORDERS else what} over the batch"
         return ""
 
-    def of_unknown_origin(self, logged: list[Any], rows: int) -> list[str]:
-        """The names of Python numbers in `logged`, also as tensors, that are not known as a sum or mean that torch computed, or as a share
-        of the `rows` or labels of the batch, such as F1. Each is inspected where its value differs from that in the first batch; empty if
-        enough batches were inspected. Waits for the device."""
-        self._looks_at_numbers -= 1
-        if self._looks_at_numbers < 0:
+    def unknown(self, logged: list[Any], rows: int, known: Collection[str] = ()) -> list[str]:
+        """The names of entries of `logged` that differ between batches and in one of these were not known as a mean over the `rows` or
+        labels of the batch, or as a function for which there are other notes: F1, a count of Python, a quantile. Without the names in
+        `known`. Empty if enough batches were inspected. Waits for the device."""
+        self._looks_at_unknown -= 1
+        if self._looks_at_unknown < 0 or not (found := list(self._unrecognised(logged, known))):
             return []
         counts = {rows, *(int(each.over.labels) for each in self._found)}
         results = [(float(each.result), each.sizes) for each in self._all() if each.is_unchanged()]
-        return [
-            name
-            for name, value in self._from_python_in(logged)
-            if value and self._varies(name, value)
-            if not any(_is_whole(value * count) for count in counts)
-            if not any(_is_mean_of(value, result, rows, sizes, counts) for result, sizes in results)
-        ]
+        results += self._columns()
+        for name, value, kind in found:
+            shares = counts if kind == _NUMBER else ()
+            if value not in (0, 1, rows) and (kind == _WHOLE or not _is_known(value, rows, shares, counts, results)):
+                self._numbers[f"unknown {name}"] = value
+            if self._varies(name, value):
+                self._numbers[f"varying {name}"] = value
+        return [name for name, *_ in found if {f"unknown {name}", f"varying {name}"} <= self._numbers.keys()]
 
-    def _from_python_in(self, logged: list[Any]) -> Iterator[tuple[str, float]]:
-        """The entries of `logged` that are Python numbers and have no weight. Waits for the device for those that are tensors."""
+    def _unrecognised(self, logged: list[Any], known: Collection[str]) -> Iterator[tuple[str, float, str]]:
+        """The entries of `logged` that are averaged over rows and are no recorded result: name, number, and `_WHOLE` for a type of whole
+        numbers, `_ELEMENT` for what was taken out of a tensor, else `_NUMBER`. Waits for the device."""
         for name, value, weight, reduce in logged:
-            if weight is None and reduce == "mean" and (type(value) is float or self._is_from_python(value)):
-                yield name, float(value)
+            if weight is not None or reduce != "mean" or name in known or self._is_result(value):
+                continue
+            if isinstance(value, torch.Tensor) and value.dtype is not torch.bool:
+                kind = _ELEMENT if self._is_element(value) else _NUMBER
+                yield name, float(value), kind if value.is_floating_point() else _WHOLE
+            elif type(value) in (int, float):
+                yield name, float(value), _WHOLE if type(value) is int else _NUMBER
+
+    def _is_result(self, value: Any) -> bool:
+        """Whether `value` is a recorded sum, mean or function, or a cross-entropy."""
+        recorded = itertools.chain(self._all(), (each for each, _ in self._functions.values()))
+        found = any(each.is_in(value) for each in recorded)
+        return found or (isinstance(value, torch.Tensor) and any(each.is_here(value) for each in self._found))
 
     def _is_of_the_batch(self, each: Reduced, name: str, value: Any, rows: int, others: Collection[int]) -> bool:
         """Whether the metric `value` is computed from the batch of `rows` rows. Waits for the device for some sizes."""
@@ -367,9 +382,19 @@ class StepWatch(StepRecord):
         return None
 
 
-def _is_whole(number: float) -> bool:
-    """Whether a number is a whole one of at least 1, up to rounding."""
-    return math.isfinite(number) and round(number) >= 1 and math.isclose(number, round(number), rel_tol=1e-6)
+def _is_known(
+    value: float,
+    rows: int,
+    shares: Collection[int],
+    counts: Collection[int],
+    results: Iterable[tuple[float, tuple[int, ...]]],
+) -> bool:
+    """Whether `value` is a share of a number in `shares`, up to rounding, or a mean that follows from one of `results`, each with its
+    sizes, perhaps divided by one of `counts`."""
+    parts = (value * number for number in shares)
+    if any(math.isfinite(part) and round(part) and math.isclose(part, round(part), rel_tol=1e-6) for part in parts):
+        return True
+    return any(_is_mean_of(value, result, rows, sizes, counts) for result, sizes in results)
 
 
 def _is_mean_of(value: float, result: float, rows: int, sizes: tuple[int, ...], counts: Collection[int]) -> bool:

@@ -119,7 +119,7 @@ def _read(watch: StepWatch, logged: list[Any]) -> StepWatch | None:
     texts: list[Any] = [
         watch.summed(logged, ROWS, {5, 6}),
         watch.function_of_a_mean(logged, ROWS, {5}),
-        watch.of_unknown_origin(logged, ROWS),
+        watch.unknown(logged, ROWS),
     ]
     with contextlib.suppress(ConfigurationError):  # equal to a cross-entropy by chance
         if watch.weigh(logged, ROWS) is not None:

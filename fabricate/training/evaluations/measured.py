@@ -136,14 +136,14 @@ class MeasuredSteps:
             return rows_in(item)
         came, unweighed = _rows_seen(item), list(logged)
         self._say(*self._notes_of_values(watch, logged, came))
-        self._notes.say_from_python(self._from_python(watch, logged, came))
+        self._notes.say_unknown(self._unknown(watch, logged, came))
         weight = watch.weigh(logged, came) if self._by_labels else None
         if weight is None and not any(own is None and reduce == "mean" for _, _, own, reduce in logged):
             return rows_in(item)  # no metric has the weight of its batch
         self._by_labels = weight is not None
         one_per_row = weight is None and came is not None and watch.gives_losses_over_rows(logged, came)
         is_noted = self._say(self._note_of_weight(watch, logged, came, item, one_per_row))
-        if self._notes.waits_for_values:
+        if self._run.engine.world_size > 1:
             self._hold(watch, unweighed, logged, came, item)
         if weight is not None:
             return weight
@@ -163,12 +163,13 @@ class MeasuredSteps:
         if self._is_part(came) and not self._run.engine.moment.trial:
             yield Note(about_function(self._stage, watch.function_of_a_mean(logged, came, self._other_sizes)), SIZE)
 
-    def _from_python(self, watch: StepWatch, logged: list[Any], came: int | None) -> list[str]:
-        """The names of metrics that torch did not compute, without those of which the check before training compared halves of a batch."""
+    def _unknown(self, watch: StepWatch, logged: list[Any], came: int | None) -> list[str]:
+        """The names of metrics that are not known as means over rows, without those of which the check before training compared halves of a
+        batch."""
         run = self._run
         if not self._is_part(came) or run.engine.moment.trial or (run.source is not None and run.checkpoints.restored):
             return []
-        return [name for name in watch.of_unknown_origin(logged, came) if name not in run.halved]
+        return watch.unknown(logged, came, run.halved)
 
     def _is_part(self, came: int | None) -> TypeGuard[int]:
         """Whether a batch of `came` rows has several rows, but not all."""
@@ -187,18 +188,16 @@ class MeasuredSteps:
     def _hold(
         self, watch: StepWatch, unweighed: list[Any], logged: list[Any], came: int | None, item: EvalBatch
     ) -> None:
-        """Keep what there is to say about metrics of this rank's first batch in case that their values differ between ranks. Waits for the
-        device."""
-        metrics = {}
+        """Keep what there is to say about the first value of each metric on this rank, in case that other ranks have other values. Waits
+        for the device."""
         for before, after in zip(unweighed, logged, strict=True):
             name, value, weight, reduce = before
-            if weight is None and reduce == "mean":
+            if weight is None and reduce == "mean" and self._notes.has_no(name):
                 supposing = watch.supposing_another_value(name)
                 notes = [*self._notes_of_values(supposing, [before], came)]
                 notes.append(self._note_of_weight(supposing, [after], came, item, one_per_row=True))
-                is_from_python = bool(self._from_python(supposing, [before], came))
-                metrics[name] = Held(float(value), [note for note in notes if note.text], is_from_python)
-        self._notes.hold(metrics)
+                is_unknown = bool(self._unknown(supposing, [before], came))
+                self._notes.hold(name, Held(float(value), [note for note in notes if note.text], is_unknown))
 
     def keep(self, batch: Any, item: EvalBatch) -> None:
         """Keep `batch`, the copy of `item` on the device, for `compare_halves`, if it is the first with several rows."""

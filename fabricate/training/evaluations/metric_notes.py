@@ -42,12 +42,12 @@ class Note(NamedTuple):
 
 
 class Held(NamedTuple):
-    """What there is to say about a metric of a rank's first batch, if its value differs between batches. As JSON, a list."""
+    """What there is to say about the first value of a metric on a rank, if it differs between ranks. As JSON, a list."""
 
     value: float
     notes: list[Note]
-    is_from_python: bool
-    """Whether torch did not compute it."""
+    is_unknown: bool
+    """Whether it is not known as a mean over rows."""
 
 
 class MetricNotes:
@@ -57,9 +57,9 @@ class MetricNotes:
         self._run, self._stage = run, stage
         self._said: dict[str, Note] = {}
         """By topic."""
-        self._from_python: list[str] = []
-        """The names of the metrics that were noted because torch did not compute them."""
-        self._held: dict[str, Held] | None = None
+        self._unknown: list[str] = []
+        """The names of the metrics that were noted because they are not known as means over rows."""
+        self._held: dict[str, Held] = {}
 
     def say(self, note: Note) -> bool:
         """Print a note, at the end if this is not rank 0. Does nothing and returns False if it has no text."""
@@ -71,36 +71,35 @@ class MetricNotes:
         self._said.setdefault(topic, Note(text, topic))
         return True
 
-    def say_from_python(self, names: list[str]) -> None:
-        """Print a note about the metrics `names`, which torch did not compute, in the same way. Each is named once."""
-        new = [name for name in dict.fromkeys(names) if name not in self._from_python]
-        self._from_python += new
-        if text := about_numbers(self._stage, new):
+    def say_unknown(self, names: list[str]) -> None:
+        """Print a note about the metrics `names`, which are not known as means over rows, in the same way. Each is named once."""
+        new = [name for name in dict.fromkeys(names) if name not in self._unknown]
+        self._unknown += new
+        if text := about_unknown(self._stage, new):
             self._run.journal.note(text)
 
-    @property
-    def waits_for_values(self) -> bool:
-        """Whether `hold` has to be called: for the first batch of each of several ranks."""
-        return self._held is None and self._run.engine.world_size > 1
+    def has_no(self, name: str) -> bool:
+        """Whether `hold` was not called for the metric `name`."""
+        return name not in self._held
 
-    def hold(self, metrics: dict[str, Held]) -> None:
-        """Keep the notes about the `metrics` of this rank's first batch until `join`."""
-        self._held = metrics
+    def hold(self, name: str, first: Held) -> None:
+        """Keep the notes about the first value of a metric on this rank until `join`."""
+        self._held[name] = first
 
     def join(self) -> None:
         """Print what other ranks saw, and the held notes about metrics whose values differ between ranks. All ranks."""
         if self._run.engine.world_size == 1:
             return
-        mine = [list(self._said.values()), self._from_python, self._held or {}]
+        mine = [list(self._said.values()), self._unknown, self._held]
         everyone = self._run.engine.gather_json(mine)
         differing = _differing((name, value) for *_, held in everyone for name, (value, *_) in held.items())
-        from_python: list[str] = []
+        unknown: list[str] = []
         for said, names, held in everyone:
             notes = itertools.chain.from_iterable(held[name][1] for name in held if name in differing)
             for text, topic in [*said, *notes]:
                 self.say(Note(text, topic))
-            from_python += [*names, *(name for name in held if name in differing and held[name][2])]
-        self.say_from_python(from_python)
+            unknown += [*names, *(name for name in held if name in differing and held[name][2])]
+        self.say_unknown(unknown)
 
 
 def _differing(values: Iterable[tuple[str, float]]) -> set[str]:
@@ -156,14 +155,14 @@ def about_sums(stage: str, names: list[str]) -> str:
     )
 
 
-def about_numbers(stage: str, names: list[str]) -> str:
-    """A note about metrics that were computed outside of torch; "" if there are none."""
+def about_unknown(stage: str, names: list[str]) -> str:
+    """A note about metrics that are not known as means over rows; "" if there are none."""
     if not names:
         return ""
     return (
-        f"{STEPS[stage]} gives {few(names)} as a number that torch did not compute, so it is not known whether the mean over batches is "
-        "that of all rows. If it is a mean over rows, say so: self.log(name, value, weight=the number of rows). Otherwise compute it "
-        "once from all rows: return 'outputs' and define compute_metrics, or log a torchmetrics object"
+        f"{STEPS[stage]} gives {few(names)}, and it is not known whether the mean over batches is that of all rows. If it is a mean over "
+        "rows, say so: self.log(name, value, weight=the number of rows). Add up a count: self.log(name, value, reduce='sum'). Otherwise "
+        "compute it once from all rows: return 'outputs' and define compute_metrics, or log a torchmetrics object"
     )
 
 
