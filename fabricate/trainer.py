@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
 
 import torch
@@ -185,9 +186,9 @@ class Trainer:
         raise foreign_names.missing_attribute(self, name, foreign_names.TRAINER)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in foreign_names.TRAINER_SETTINGS:
+        if name in foreign_names.SET_ON_TRAINER:
             raise ConfigurationError(
-                f"trainer.{name} was assigned, but fabricate does not read it{foreign_names.use(name, foreign_names.TRAINER_SETTINGS)}"
+                f"trainer.{name} was assigned, but fabricate does not read it{foreign_names.use(name, foreign_names.SET_ON_TRAINER)}"
             )
         if name in CHECKS:
             raise ConfigurationError(
@@ -309,9 +310,10 @@ class Trainer:
         return self._live().journal.validated
 
     @property
-    def optimizers(self) -> dict[str, torch.optim.Optimizer]:
-        """The running fit's optimizers by name ("main" if `configure_optimizers` gives no names)."""
-        return self._live().optim.optimizers
+    def optimizers(self) -> Mapping[str, torch.optim.Optimizer]:
+        """The running fit's optimizers by name ("main" if `configure_optimizers` gives no names). Read-only: `configure_optimizers` makes
+        them."""
+        return MappingProxyType(self._live().optim.optimizers)
 
     @property
     def run_dir(self) -> Path | None:

@@ -386,6 +386,15 @@ def test_an_entry_that_json_cannot_hold_is_missed_though_the_constructor_takes_i
         assert recorded(Takes(options)) == ({}, ["options"])
 
 
+def test_a_configuration_whose_entries_are_attributes_is_taken_and_recorded() -> None:
+    class Attributes(dict[str, Any]):
+        def __getattr__(self, name: str) -> Any:
+            return self[name]  # a KeyError where an AttributeError is usual
+
+    given = Attributes(width=6, inside=Attributes(depth=2))
+    assert recorded(Regression(act=given)) == ({"act": given}, [])
+
+
 def test_a_mapping_is_recorded_as_it_was_given_though_the_constructor_takes_from_it(tmp_path: Path) -> None:
     _fit(Configured({"width": 6}), run_dir=tmp_path)
     assert Configured.load_from_checkpoint(tmp_path).layers[0].out_features == 6

@@ -434,3 +434,12 @@ def test_trackers_get_the_logged_metrics(tmp_path: Path) -> None:
     accumulator.Reload()
     assert {"loss", "lr", "val_loss"} <= set(accumulator.Tags()["scalars"])
     assert [event.step for event in accumulator.Scalars("loss")] == [1, 2]
+
+
+def test_optimizers_cannot_be_replaced_in_a_fit() -> None:
+    class Replaces(Callback):
+        def on_epoch_start(self, trainer: Trainer, module: TrainModule) -> None:
+            trainer.optimizers["main"] = torch.optim.SGD(module.parameters(), lr=1.0)  # type: ignore[index]
+
+    with pytest.raises(TypeError, match="does not support item assignment"):
+        Trainer(max_steps=1, progress=False, plugins=[Replaces()]).fit(Regression(), ROWS, batch_size=4)

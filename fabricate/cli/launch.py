@@ -157,10 +157,12 @@ def prepared(
         raise ConfigurationError(
             f"SCRIPT {script!r} is not a file. Give a Python script, before the options of the script"
         )
-    file = read_config(config) if config is not None else ConfigFile("")
+    file, from_file = _read(config, script)
     where = places(file, nproc, nnodes, node_rank, master_addr, master_port)
     command = commands.command(script, arguments, **where, numa_binding=numa_binding, max_restarts=max_restarts or 0)
-    given = _arguments(file, settings)
+    given = merged(
+        from_file, *({name: check_launched(name, value, "--set")} for name, value in map(read_setting, settings))
+    )
     strategy = _same("strategy", strategy, given)
     precision = _same("precision", precision, given)
     environment = commands.environment(
@@ -180,11 +182,17 @@ def prepared(
     return command, environment
 
 
-def _arguments(file: ConfigFile, settings: Sequence[str]) -> dict[str, Launched]:
-    """The arguments of the Trainer from a configuration file and from --set."""
-    from_file = {name: check_launched(name, value, file.path) for name, value in file.arguments.items()}
-    set_here = [{name: check_launched(name, value, "--set")} for name, value in map(read_setting, settings)]
-    return merged(from_file, *set_here)
+def _read(config: str | None, script: str) -> tuple[ConfigFile, dict[str, Launched]]:
+    """A configuration file, and the arguments of the Trainer in it."""
+    if config is None:
+        return ConfigFile(""), {}
+    try:
+        file = read_config(config)
+        return file, {name: check_launched(name, value, file.path) for name, value in file.arguments.items()}
+    except ConfigurationError as exc:
+        raise ConfigurationError(
+            f"{exc}. If --config is an option of the script, put it after --: fabricate run {script} -- --config {config}"
+        ) from exc
 
 
 def _same(name: str, option: str | None, given: dict[str, Launched]) -> str | None:

@@ -448,7 +448,7 @@ MODULE_SETTINGS = {
 }
 """Attributes that users set on a module: the value that has an effect in the other framework, and what to use instead."""
 
-TRAINER_SETTINGS = {"should_stop": "trainer.stop('reason')"}
+SET_ON_TRAINER = {**ARGUMENTS, **TRAINER, "should_stop": "trainer.stop('reason')"}
 """Attributes that users set on a trainer."""
 
 LOG = {

@@ -283,6 +283,8 @@ class Registry:
         names, bare = sorted({*self.names(kind), *others}), name.rpartition("/")[2]
         hint = _hint(kind, bare) or did_you_mean(bare, names)
         argument = "trackers" if kind == "tracker" else kind
+        if os.environ.get(variable := f"FABRICATE_{kind.upper()}", "").partition(":")[0] == name:
+            reasons += f". {variable} sets it, as `fabricate run --{kind}` does; put an option of the script after --"
         return ConfigurationError(f"{argument}={name!r} is not known{hint}; known: {', '.join(names)}{reasons}")
 
     def resolve(self, kind: str, value: object) -> tuple[Any, Offer | None]:

@@ -118,6 +118,15 @@ def test_two_processes_run_through_torchrun_with_options_on_both_sides(script: s
     assert "Traceback" not in process.stderr
 
 
+def test_an_option_of_the_script_that_fabricate_reads_too_is_an_error_that_says_where_to_put_it(script: str) -> None:
+    config = Path(script).with_name("own.yaml")
+    config.write_text("model:\n  width: 3\n")
+    process = _run("run", script, "--nproc", "2", "--config", str(config))
+    assert process.returncode == 2
+    assert f"of the script, put it after --: fabricate run {script} -- --config {config}" in process.stderr
+    assert _run("run", script, "--", "--config", str(config)).stdout == f"{ {} } ['--config', '{config}']\n"
+
+
 def test_no_other_program_can_take_the_port_at_which_the_ranks_meet(tmp_path: Path) -> None:
     path = tmp_path / "taken.py"
     path.write_text(

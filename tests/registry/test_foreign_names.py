@@ -252,6 +252,16 @@ def test_stopping_by_an_attribute_is_refused_when_it_is_set() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    "name", ["accumulate_grad_batches", "gradient_clip_val", "current_epoch", "callbacks", "num_train_epochs"]
+)
+def test_an_attribute_of_another_trainer_that_is_set_has_a_remedy(name: str) -> None:
+    with pytest.raises(
+        ConfigurationError, match=rf"trainer\.{name} was assigned, but fabricate does not read it; use "
+    ):
+        setattr(Trainer(), name, 2)
+
+
 def test_early_stopping_takes_lightnings_name_for_its_metric() -> None:
     assert (EarlyStopping(monitor="val_acc", mode="max").metric, EarlyStopping("val_x").metric) == ("val_acc", "val_x")
 

@@ -425,3 +425,11 @@ def test_every_plugin_is_described_with_its_state(install: Install) -> None:
         == "fabricate_broken fails to import: ModuleNotFoundError: No module named 'a_module_that_is_missing'"
     )
     assert by_name["failing"].reason == "register_precisions: ZeroDivisionError: division by zero"
+
+
+def test_an_unknown_name_from_the_command_line_says_where_an_option_of_the_script_goes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("FABRICATE_PRECISION", "high")
+    with pytest.raises(ConfigurationError, match=r"'high' is not known; known: .*put an option of the script after --"):
+        Registry().resolve("precision", "high")
