@@ -157,13 +157,13 @@ class Indexed(Source):
         self.in_workers, self.several_workers = options["num_workers"] > 0, options["num_workers"] > 1
         self.exact_rows = options["collate_fn"] in (None, default_collate)
 
-    def grown(self) -> str:
+    def changed(self) -> str:
         now = _length(self.data)
         if now == self._length:
-            return ""
+            return super().changed()
         lost = now is not None and self._length is not None and now < self._length
         return (
-            f"train has {now} rows now, but had {self._length} when the fit began. The fit "
+            f"{self._setup.argument} has {now} rows now, but had {self._length} when the fit began. The fit "
             + ("reads all rows that there were" if lost else "does not read the rows that were added since then")
             + ". For data that changes, give an iterable that yields the rows there are, or call fit again"
         )

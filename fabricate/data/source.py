@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any
+
+from torch.utils.data import BatchSampler, DataLoader
 
 from fabricate.data.batches import EvalBatch, Window
 from fabricate.data.identity import attributes, fingerprint, indices
@@ -115,6 +118,13 @@ class Setup:
                 raise ConfigurationError(f"{name}={getattr(loading, name)!r} has no effect: {self.argument} {remedy}.")
 
 
+def _settings_of(loader: DataLoader[Any]) -> dict[str, Any]:
+    """The settings of a DataLoader that can be assigned, and those of torch's batch sampler."""
+    sampler = loader.batch_sampler
+    own = ("batch_size", "drop_last", "sampler") if type(sampler) is BatchSampler else ()
+    return {"collate_fn": loader.collate_fn} | {name: getattr(sampler, name) for name in own}
+
+
 def first_other(everyone: Sequence[Any]) -> int | None:
     """The first rank whose value differs from that of rank 0, or None. `everyone`: the values in rank order."""
     return next((rank for rank, value in enumerate(everyone) if value != everyone[0]), None)
@@ -133,6 +143,8 @@ class Source(ABC):
     ranks. It is "" before they are read, with one rank, and if fabricate makes the order.
     """
 
+    _loader: DataLoader[Any] | None = None
+    _settings: Mapping[str, Any] = MappingProxyType({})
     data: Any
     samplers: tuple[Any, ...] = ()
     """The user's objects that determine the order of the rows, if there are any."""
@@ -200,9 +212,24 @@ class Source(ABC):
                         f"{self._units_per_window}; with drop_last=False, they are a smaller update",
                     )
 
-    def grown(self) -> str:
-        """A note if the number of rows has changed since the data was opened, else ""."""
-        return ""
+    def remember(self, loader: DataLoader[Any]) -> None:
+        """Remember the settings of a DataLoader of the user's, which are not read again."""
+        self._loader, self._settings = loader, _settings_of(loader)
+
+    def changed(self) -> str:
+        """A note if the number of rows, or a setting of the user's DataLoader, has changed since the data was opened, else ""."""
+        if self._loader is None:
+            return ""
+        now = _settings_of(self._loader)
+        names = [
+            name for name, value in self._settings.items() if now.get(name) is not value and now.get(name) != value
+        ]
+        if not names:
+            return ""
+        return (
+            f"{self._setup.argument}: {' and '.join(names)} of the DataLoader changed after the fit began, which has no effect: its "
+            "settings are read once. Let the function or the data set decide by an attribute that a hook sets, or call fit again"
+        )
 
     @property
     def rows_differ(self) -> bool:

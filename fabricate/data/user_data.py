@@ -229,6 +229,7 @@ def _open_loader(loader: DataLoader[Any], setup: Setup, loading: Loading) -> Sou
     )
     source.samplers = (sampler, getattr(sampler, "sampler", None))
     source.rows_per_batch = None if batch_size else _batch_size_of(sampler)
+    source.remember(loader)
     return source
 
 

@@ -94,7 +94,7 @@ def windows(run: Run) -> Iterator[Window]:
     run.now.epoch = progress.epoch
     if run.calls.on_epoch_start is not None:
         run.calls.on_epoch_start(run.trainer, run.module, progress.epoch)
-    if text := source.grown():
+    if text := source.changed():
         run.journal.note(text)
     freezing.compare(run)  # what hooks have frozen or unfrozen since the last update must be the same on all ranks
     run.metrics.take(run.module._logged, 1)  # what hooks logged before the first update of the epoch

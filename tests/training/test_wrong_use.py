@@ -820,3 +820,33 @@ def test_whether_a_module_has_a_trainer_can_be_asked() -> None:
         module.trainer  # noqa: B018
     with pytest.raises(AttributeError, match="no attribute 'trainr'"):
         module.trainr  # noqa: B018
+
+
+@pytest.mark.parametrize("setting", ["collate_fn", "batch_size", "drop_last", "sampler"])
+@pytest.mark.parametrize("argument", ["train", "val"])
+def test_a_setting_of_a_loader_that_changes_in_a_fit_is_noted(
+    setting: str, argument: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = torch.utils.data.TensorDataset(torch.ones(8, 3), torch.ones(8, 1))
+    loader = torch.utils.data.DataLoader(rows, batch_size=4)
+    sampler = torch.utils.data.RandomSampler(rows)
+    changed = {"collate_fn": lambda drawn: loader, "batch_size": 2, "drop_last": True, "sampler": sampler}
+
+    class Changes(Callback):
+        def on_epoch_start(self, epoch: int) -> None:
+            if epoch == 1:
+                setattr(loader if setting == "collate_fn" else loader.batch_sampler, setting, changed[setting])
+
+    train, val = (loader, None) if argument == "train" else (list(rows), loader)
+    trainer = Trainer(max_epochs=2, progress=False, plugins=[Changes()])
+    trainer.fit(Validates(), train, val, **({} if argument == "train" else {"batch_size": 4}))
+    text = f"note: {argument}: {setting} of the DataLoader changed after the fit began, which has no effect"
+    assert capsys.readouterr().err.count(text) == 1
+
+
+class Validates(Regression):
+    def training_step(self, batch: Any) -> torch.Tensor:
+        return self.layer(batch[0]).square().mean()
+
+    def validation_step(self, batch: Any) -> Any:
+        return {"loss": self.training_step(batch)}

@@ -221,6 +221,8 @@ def _after_forwards(run: Run, stage: str) -> None:
 def _evaluate_source(run: Run, source: Source, stage: str, most: int | None, evaluated: Evaluated) -> dict[str, float]:
     """Metrics over one data set, under the names that steps use."""
     module, prefix = run.module, prefix_of(stage)
+    if text := source.changed():
+        run.journal.note(text)
     metrics = new_metrics(run)
     rows = Rows(run) if overrides(module, "compute_metrics") else None
     steps = MeasuredSteps(run, stage, source.num_samples)
