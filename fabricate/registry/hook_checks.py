@@ -139,16 +139,23 @@ def _check_hook(
             raise PluginError(f"{where} is not a hook of fabricate{f'{hint} If' if hint else '; if'} {otherwise}")
     elif _never_called(plugin, method):
         raise PluginError(f"{where} would never be called; use {foreign_names.CALLBACK_NAMES[method][1]}")
-    elif isinstance(plugin, Callback) and (near := difflib.get_close_matches(hook, ACTIONS, n=1, cutoff=0.85)):
+    elif _is_callback(plugin) and (near := difflib.get_close_matches(hook, ACTIONS, n=1, cutoff=0.85)):
         raise PluginError(f"{where} is not a hook of fabricate; did you mean {near[0]!r}?")
+
+
+def _is_callback(plugin: object) -> bool:
+    """Whether `plugin` is a callback, and not a torch module that inherits from one too: a module has methods with other names."""
+    return isinstance(plugin, Callback) and not hasattr(plugin, "named_parameters")
 
 
 def _never_called(plugin: object, method: str) -> bool:
     """Whether `method` of a callback is a method of Lightning's callbacks that fabricate does not call."""
     meant = foreign_names.CALLBACK_NAMES.get(method)
-    # A torch module has a state_dict of its own.
-    of_callback = isinstance(plugin, Callback) and not hasattr(plugin, "named_parameters")
-    return meant is not None and of_callback and foreign_names.begins_with(getattr(type(plugin), method), meant[0])
+    return (
+        meant is not None
+        and _is_callback(plugin)
+        and foreign_names.begins_with(getattr(type(plugin), method), meant[0])
+    )
 
 
 _REPLACES = {

@@ -53,6 +53,20 @@ def test_a_hook_that_a_base_class_hides_is_refused_with_the_order_that_shows_it(
     assert shown.heard
 
 
+def test_a_module_may_inherit_from_a_callback_too() -> None:
+    class Counts(Callback):
+        def on_step(self, step: int) -> None:
+            self.last = step
+
+    class Mixed(Counts, Regression):
+        def training_step(self, batch: Any) -> torch.Tensor:
+            return super().training_step(batch)
+
+    module = Mixed()
+    fit(module=module)
+    assert module.last
+
+
 @pytest.mark.parametrize(("wrong", "right"), sorted(foreign_names.HOOKS.items()))
 def test_a_hook_of_lightning_or_transformers_is_refused_with_ours(wrong: str, right: str) -> None:
     plugin = type("Migrated", (Callback,), {wrong: _method(wrong)})()
