@@ -31,7 +31,7 @@ from fabricate.launch.ranks import Launch
 from fabricate.metrics.torchmetrics_objects import move_torchmetrics
 from fabricate.model.building import blanks, fill, materialise, pretrained_models, set_modes
 from fabricate.model.compiling import Compilation, compiled
-from fabricate.module import TrainModule, step_function
+from fabricate.module import STEPS, TrainModule, step_function
 from fabricate.precisions.base import Precision
 from fabricate.registry.validation import ranks_per_row, reasons
 from fabricate.strategies.assigning import lay_out
@@ -60,6 +60,10 @@ _CALL = "call"
 """The name of the step that runs a function; see `Engine.in_forward`."""
 _UNUSABLE: tuple[str, int, str, Any, Any] = ("", 0, "", None, None)
 """The mark on a sharded module: strategy, world size, precision, root, prepared model. With this value the module cannot be used again."""
+
+
+def _own_steps(module: TrainModule) -> dict[str, Any]:
+    return {name: vars(module).get(name) for name in STEPS.values()}
 
 
 class Root(torch.nn.Module):
@@ -139,6 +143,8 @@ class Engine(Group):
         self._settings = contextlib.ExitStack()
         """Restores the settings of the process that the precision changes."""
         self._module: TrainModule | None = None
+        self._own_steps: dict[str, Any] = {}
+        """The steps that were assigned to the module before `prepare`; None for methods of its class."""
         """The module that the strategy has prepared; None before `prepare`."""
         self._accumulation = accumulation
         self._compile = compile
@@ -326,6 +332,11 @@ class Engine(Group):
 
     # -- building ------------------------------------------------------------------------------------------------------
 
+    def replaced_steps(self) -> list[str]:
+        """The steps that were assigned to the module after `prepare`, which runs those from before."""
+        now = {} if self._module is None else _own_steps(self._module)
+        return [name for name, step in self._own_steps.items() if now[name] is not step]
+
     def prepare(self, module: TrainModule, stages: Iterable[str], seed: int) -> torch.nn.Module:
         """Place, convert and wrap `module`; returns the callable that runs `(stage, batch, batch_idx)`. All ranks.
 
@@ -337,7 +348,7 @@ class Engine(Group):
         refuse_offloaded(module, self.strategy)
         if self.strategy.shards_parameters:
             refuse_scripted(module, self.strategy.name)
-        self._module = module
+        self._module, self._own_steps = module, _own_steps(module)
         self._compiled.callback(kept_unpacked(module))
         move_torchmetrics(module, self.device)
         if "_sharded" in module.__dict__ or any(is_sharded(p) for p in module.parameters()):

@@ -312,7 +312,8 @@ class Strategy(Listener):
 
     def changing(self, parameters: Iterable[torch.nn.Parameter]) -> AbstractContextManager[object]:
         """A context in which code outside of a step may read and change `parameters`. Changes have to be element by element and the
-        same on every rank; they are kept. If the strategy keeps parameters empty between steps, they are whole inside. All ranks."""
+        same on every rank; they are kept. If the strategy keeps parameters empty between steps, they are whole inside. Under "fsdp", change
+        whole parameters (`weight.mul_(mask)`): a row or slice of a sharded one, such as `weight[1]`, is a copy. All ranks."""
         return contextlib.nullcontext()
 
     def communication_seconds(self, model: torch.nn.Module) -> float | None:

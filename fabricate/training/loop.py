@@ -14,7 +14,7 @@ from fabricate.errors import ConfigurationError, FabricateError
 from fabricate.metrics.torchmetrics_objects import snapshot_torchmetrics
 from fabricate.training.agenda import Agenda
 from fabricate.training.boundary import boundary, complete, interruption, limit_reached
-from fabricate.training.evaluations.evaluation import check_first, validate
+from fabricate.training.evaluations.evaluation import check_first, note_changes, validate
 from fabricate.training.evaluations.sanity import check_validation
 from fabricate.training.first_update import FirstUpdate
 from fabricate.training.interruptions.overdue import data_overdue, waiting
@@ -94,8 +94,7 @@ def windows(run: Run) -> Iterator[Window]:
     run.now.epoch = progress.epoch
     if run.calls.on_epoch_start is not None:
         run.calls.on_epoch_start(run.trainer, run.module, progress.epoch)
-    if text := source.changed():
-        run.journal.note(text)
+    note_changes(run, source)
     freezing.compare(run)  # what hooks have frozen or unfrozen since the last update must be the same on all ranks
     run.metrics.take(run.module._logged, 1)  # what hooks logged before the first update of the epoch
     if not progress.position:  # otherwise this epoch continues from a checkpoint

@@ -850,3 +850,25 @@ class Validates(Regression):
 
     def validation_step(self, batch: Any) -> Any:
         return {"loss": self.training_step(batch)}
+
+
+@pytest.mark.parametrize("step", ["training_step", "validation_step"])
+def test_a_step_that_is_assigned_in_a_fit_is_noted_and_one_assigned_before_runs(
+    step: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Switches(Validates):
+        def on_epoch_start(self, epoch: int) -> None:
+            if epoch == 1:
+                setattr(self, step, lambda batch: self.layer(batch[0]).square().mean())
+
+    rows = torch.utils.data.TensorDataset(torch.ones(8, 3), torch.ones(8, 1))
+    Trainer(max_epochs=2, progress=False).fit(Switches(), rows, rows, batch_size=4)
+    assert (
+        capsys.readouterr().err.count(f"note: {step} of Switches was assigned after the fit began, which has no effect")
+        == 1
+    )
+    module = Validates()
+    setattr(module, step, lambda batch: module.layer(batch[0]).square().mean() * 0 + 7)
+    result = Trainer(max_epochs=1, progress=False).fit(module, rows, rows, batch_size=4)
+    assert result.metrics["loss" if step == "training_step" else "val_loss"] == 7
+    assert "was assigned" not in capsys.readouterr().err

@@ -221,8 +221,7 @@ def _after_forwards(run: Run, stage: str) -> None:
 def _evaluate_source(run: Run, source: Source, stage: str, most: int | None, evaluated: Evaluated) -> dict[str, float]:
     """Metrics over one data set, under the names that steps use."""
     module, prefix = run.module, prefix_of(stage)
-    if text := source.changed():
-        run.journal.note(text)
+    note_changes(run, source)
     metrics = new_metrics(run)
     rows = Rows(run) if overrides(module, "compute_metrics") else None
     steps = MeasuredSteps(run, stage, source.num_samples)
@@ -327,6 +326,17 @@ def _of_whole_set(run: Run, rows: Rows) -> dict[str, float]:
         )
     result: dict[str, float] = run.engine.broadcast_json(computed)
     return result
+
+
+def note_changes(run: Run, source: Source) -> None:
+    """Note what was changed after the run began and has no effect: the data of `source`, its loader, the steps of the module."""
+    if text := source.changed():
+        run.journal.note(text)
+    if replaced := run.engine.replaced_steps():
+        run.journal.note(
+            f"{few(replaced)} of {type(run.module).__name__} was assigned after the fit began, which has no effect: the steps are looked "
+            "up once. Decide inside of the step, by an attribute that a hook sets, or assign it before the fit"
+        )
 
 
 def check_first(run: Run, source: Source) -> None:
