@@ -296,18 +296,14 @@ class StepRecord(TorchFunctionMode):
         return [each for each in self._reduced.get(id(value), []) if each.is_unchanged()]
 
     def _remember_vector(
-        self, func: Callable[..., Any], result: Any, values: Any, dim: Any = None, *args: Any, **kwargs: Any
+        self, func: Callable[..., Any], result: Any, values: Any = None, dim: Any = None, *args: Any, **kwargs: Any
     ) -> None:
-        dims = kwargs.get("axis", dim)
-        if (
-            not isinstance(result, torch.Tensor)
-            or not isinstance(values, torch.Tensor)
-            or len(self._vectors) == _MOST_VECTORS
-        ):
+        """Record the `result` of a sum or mean over `dim` if this has the first dimension of `values`."""
+        values, dim = kwargs.get("input", values), kwargs.get("axis", dim)
+        dims = {dim} if isinstance(dim, int) else set(dim) if isinstance(dim, tuple | list) else set()
+        if not isinstance(result, torch.Tensor) or not isinstance(values, torch.Tensor) or not dims & {0, -values.ndim}:
             return
-        if result.numel() <= _MOST_COLUMNS and {0, -values.ndim} & set(
-            dims if isinstance(dims, tuple | list) else [dims]
-        ):
+        if result.numel() <= _MOST_COLUMNS and len(self._vectors) < _MOST_VECTORS:
             sizes = (values.numel() // max(result.numel(), 1),)
             self._vectors.append((result, _version(result), sizes if func in _SUMS else None))
 

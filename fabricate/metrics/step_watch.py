@@ -71,7 +71,8 @@ class StepWatch(StepRecord):
         results += self._columns()
         for name, value, kind in found:
             shares = counts if kind == _NUMBER else ()
-            if value not in (0, 1, rows) and (kind == _WHOLE or not _is_known(value, rows, shares, counts, results)):
+            usual = value in (0, 1, rows) or not math.isfinite(value)
+            if not usual and (kind == _WHOLE or not _is_known(value, rows, shares, counts, results)):
                 self._numbers[f"unknown {name}"] = value
             if self._varies(name, value):
                 self._numbers[f"varying {name}"] = value
@@ -83,7 +84,7 @@ class StepWatch(StepRecord):
         for name, value, weight, reduce in logged:
             if weight is not None or reduce != "mean" or name in known or self._is_result(value):
                 continue
-            if isinstance(value, torch.Tensor) and value.dtype is not torch.bool:
+            if isinstance(value, torch.Tensor) and value.dtype is not torch.bool and not value.is_complex():
                 kind = _ELEMENT if self._is_element(value) else _NUMBER
                 yield name, float(value), kind if value.is_floating_point() else _WHOLE
             elif type(value) in (int, float):

@@ -415,6 +415,15 @@ NUMBERS: dict[str, Callable[[torch.Tensor], Any]] = {
     "root of a column": lambda error: {"rmse": error.square().mean(0).sqrt()[1]},
     "mean": lambda error: {"mae": error.abs().mean().item()},
     "mean of a column": lambda error: {"first": error.abs().mean(0)[0], "last": error.abs().mean(dim=0).tolist()[-1]},
+    "mean of a column, by keywords": lambda error: {
+        "first": torch.mean(input=error, dim=0)[0],
+        "last": torch.sum(input=error, axis=(0,))[-1] / len(error),
+        "product": torch.matmul(input=error.T, other=error).sum() * 0,
+    },
+    "mean of nothing in a batch": lambda error: {
+        "mae": error[:, 1][error[:, 0] > 9].mean(),
+        "mse": error.square().mean(),
+    },
     "share of a column": lambda error: {"first": ((error > 0.2).sum(0) / len(error))[0]},
     "mean of images": lambda error: {"red": error.reshape(len(error), 2, 2, 2).mean((0, 2, 3))[0]},
     "sum of means": lambda error: {"loss": error.abs().mean() + 0.1 * error.square().mean()},

@@ -1,7 +1,6 @@
 """Notes about the metrics of an evaluation: their texts, and when they are printed.
 
-Owns the notes of one evaluation on one data set. Must not know: what steps compute (`metrics.step_watch`), how rows
-are read.
+Owns the notes of one evaluation on one data set. Must not know: what steps compute (`metrics.step_watch`), how rows are read.
 """
 
 from __future__ import annotations
