@@ -186,13 +186,13 @@ class Trainer:
         raise foreign_names.missing_attribute(self, name, foreign_names.TRAINER)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in foreign_names.SET_ON_TRAINER:
-            raise ConfigurationError(
-                f"trainer.{name} was assigned, but fabricate does not read it{foreign_names.use(name, foreign_names.SET_ON_TRAINER)}"
-            )
         if name in CHECKS:
             raise ConfigurationError(
                 f"trainer.{name} was assigned, which has no effect; pass it when the Trainer is created: Trainer({name}=...)"
+            )
+        if name in foreign_names.SET_ON_TRAINER:
+            raise ConfigurationError(
+                f"trainer.{name} was assigned, but fabricate does not read it{foreign_names.use(name, foreign_names.SET_ON_TRAINER)}"
             )
         super().__setattr__(name, value)
 
