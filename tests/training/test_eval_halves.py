@@ -515,3 +515,15 @@ def test_a_number_that_halves_did_not_show_gets_a_note_in_a_fit(
         printed = capsys.readouterr().err
         noted = "and it is not known whether the mean" in printed
         assert noted == (is_noted and steps == 4), printed
+
+
+def test_a_small_difference_of_the_halves_shows_no_mean(capsys: pytest.CaptureFixture[str]) -> None:
+    class Nearly(Regression):
+        def validation_step(self, batch: Any) -> Any:
+            error = 10 + batch[1].numpy()
+            return {"rmse": float(numpy.sqrt(numpy.square(error).mean())), "mae": float(numpy.abs(error).mean())}
+
+    Trainer(max_epochs=1, progress=False).fit(Nearly(), ROWS, ROWS, batch_size=4)
+    printed = capsys.readouterr().err
+    assert NOTE not in printed
+    assert "validation_step gives rmse, and it is not known whether" in printed

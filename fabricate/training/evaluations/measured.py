@@ -32,6 +32,7 @@ from fabricate.training.evaluations.metric_notes import (
     about_halves,
     about_rows,
     about_sums,
+    shown_by_halves,
 )
 from fabricate.training.saves.attributes import remembered
 from fabricate.training.state.run_state import Run
@@ -232,8 +233,7 @@ class MeasuredSteps:
             whole = {name: mean for name, mean in whole.items() if not name.endswith("loss")}
         if not draws:
             self._say(Note(about_halves(self._stage, kept.rows, whole, one, other, turned), SIZE))
-            alike = whole.keys() & turned.keys() & one.keys() & other.keys()
-            run.halved.update(name for name in alike if one[name].value != other[name].value)
+            run.halved.update(shown_by_halves(whole, one, other))
 
     def join_notes(self) -> None:
         """Print what other ranks saw of the metrics. All ranks, after the last batch."""

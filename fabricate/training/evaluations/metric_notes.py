@@ -24,6 +24,8 @@ SIZE = "a metric depends on the batch size"
 _CLOSE = 1e-2
 """The relative difference between a metric and the mean over halves of its batch that gets a note. Kernels in low precision give other
 roundings for another batch size."""
+_SAME = 1e-4
+"""The relative difference up to which such a comparison shows that a metric is a mean over rows."""
 
 
 class Mean(NamedTuple):
@@ -178,9 +180,7 @@ def about_halves(
     differing = {}
     for name in whole.keys() & turned.keys() & one.keys() & other.keys():
         halves, value = (one[name], other[name]), whole[name].value
-        weight = sum(half.weight for half in halves)
-        mean = sum(half.value * half.weight for half in halves) / weight if weight else value
-        noise = abs(turned[name].value - value)
+        mean, noise = _mean_of(*halves), abs(turned[name].value - value)
         if abs(mean - value) > max(_CLOSE * max(abs(value), *(abs(half.value) for half in halves)), 20 * noise):
             differing[name] = (value, mean)
     if not differing:
@@ -193,3 +193,20 @@ def about_halves(
         "rows, return 'outputs' and define compute_metrics, or log a torchmetrics object. If it is a mean over something other than "
         "rows, log it with weight=what the mean was taken over"
     )
+
+
+def shown_by_halves(whole: dict[str, Mean], one: dict[str, Mean], other: dict[str, Mean]) -> set[str]:
+    """The names of metrics that are the mean over two halves of a batch up to rounding, although the halves differ."""
+    names = whole.keys() & one.keys() & other.keys()
+    return {
+        name
+        for name in names
+        if one[name].value != other[name].value
+        and math.isclose(_mean_of(one[name], other[name]), whole[name].value, rel_tol=_SAME)
+    }
+
+
+def _mean_of(one: Mean, other: Mean) -> float:
+    """The weighted mean of a metric of two halves; nan if neither has a weight."""
+    weight = one.weight + other.weight
+    return (one.value * one.weight + other.value * other.weight) / weight if weight else math.nan

@@ -206,7 +206,7 @@ class Run:
     notes: list[str] = field(default_factory=list)
     """Lines for the plan."""
     halved: set[str] = field(default_factory=set)
-    """The metrics that the check before training compared with the mean over two halves of a batch, which had different values."""
+    """The metrics that the check before training has shown to be means over rows, by two halves of a batch with different values."""
 
     def data_epoch(self) -> int:
         """The epoch whose batches are read: always the first one under `overfit_batches`."""
