@@ -190,7 +190,10 @@ class Trainer:
             raise ConfigurationError(
                 f"trainer.{name} was assigned, which has no effect; pass it when the Trainer is created: Trainer({name}=...)"
             )
-        if name in foreign_names.SET_ON_TRAINER:
+        own = (
+            type(self) is not Trainer and self.__dict__.get("_run") is None
+        )  # a subclass may keep attributes of its own
+        if name in foreign_names.SET_ON_TRAINER and not own:
             raise ConfigurationError(
                 f"trainer.{name} was assigned, but fabricate does not read it{foreign_names.use(name, foreign_names.SET_ON_TRAINER)}"
             )

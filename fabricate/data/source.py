@@ -221,9 +221,7 @@ class Source(ABC):
         if self._loader is None:
             return ""
         now = _settings_of(self._loader)
-        names = [
-            name for name, value in self._settings.items() if now.get(name) is not value and now.get(name) != value
-        ]
+        names = [name for name, value in self._settings.items() if now.get(name) != value]
         if not names:
             return ""
         return (

@@ -262,6 +262,16 @@ def test_an_attribute_of_another_trainer_that_is_set_has_a_remedy(name: str) -> 
         setattr(Trainer(), name, 2)
 
 
+def test_a_trainer_of_the_users_own_may_keep_attributes_of_such_names() -> None:
+    class Own(Trainer):
+        def __init__(self, model: Any, **arguments: Any) -> None:
+            self.model = model
+            super().__init__(**arguments)
+            self.logger = "mine"
+
+    assert Own("a model").logger == "mine"
+
+
 def test_early_stopping_takes_lightnings_name_for_its_metric() -> None:
     assert (EarlyStopping(monitor="val_acc", mode="max").metric, EarlyStopping("val_x").metric) == ("val_acc", "val_x")
 

@@ -165,8 +165,7 @@ class MeasuredSteps:
             yield Note(about_function(self._stage, watch.function_of_a_mean(logged, came, self._other_sizes)), SIZE)
 
     def _unknown(self, watch: StepWatch, logged: list[Any], came: int | None) -> list[str]:
-        """The names of metrics that are not known as means over rows, without those of which the check before training compared halves of a
-        batch."""
+        """The names of metrics that are not known as means over rows, neither from the record nor from the check before training."""
         run = self._run
         if not self._is_part(came) or run.engine.moment.trial or (run.source is not None and run.checkpoints.restored):
             return []
